@@ -12,6 +12,8 @@ from boots import python_path, run_boot, settings
 from namespaces import mounted
 from programs import run_program
 
+import compile_cache
+from compile_cache.errors import SettingsError
 from compile_cache.lifecycle.host import claim_workplace
 from compile_cache.settings import Settings
 
@@ -205,15 +207,19 @@ def test_a_folder_called_as_many_are_is_warned_of_where_the_store_is_shared(tmp_
     assert [warning.endswith("Set COMPILE_CACHE_MODEL_NAME.") for warning in warnings] == [True] * is_warned
 
 
-def test_boots_without_their_usual_directory_each_have_one_of_this_user_and_publish_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_a_source_that_is_not_there_is_named_before_anything_begins(tmp_path):
+    environ = {"COMPILE_CACHE_DIR": str(tmp_path / "cache")}
+    with pytest.raises(SettingsError, match=r"sources that do not exist: \S+missing\.py"):
+        compile_cache.boot("model", sources=[tmp_path / "missing.py"], environ=environ)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_boot_without_a_cache_directory_is_eager_and_says_which_one_cannot_be_used(tmp_path):
     (tmp_path / "cache").write_text("no folder")
-    claims = [claim_workplace(Settings(dir=str(tmp_path / "cache")), "model") for _ in range(2)]
-    folder = tmp_path / f"compile-cache-{os.geteuid()}"
-    assert [directory.path for directory, _, _ in claims] == [folder / "0", folder / "1"]
-    for _, told, (warning,) in claims:
-        assert (told.store, told.layers, told.publish) == ("off", (), False)
-        assert "This boot compiles into a temporary folder" in warning
+    directory, told, (warning,) = claim_workplace(Settings(dir=str(tmp_path / "cache")), "model")
+    assert (directory, told.enabled) == (None, False)
+    assert warning.startswith(f"the cache directory {tmp_path / 'cache'} cannot be used")
+    assert warning.endswith("This boot serves eager.")
 
 
 # Threads

@@ -32,7 +32,6 @@ def test_a_version_is_its_packs_and_its_marks():
     assert version.key == CacheKey("0a", "org--model", "1")
     assert [pack.name for pack in version.packs] == [FOLDER + PACK, FOLDER + OTHER_PACK]
     assert [mark.name for mark in version.marks] == [FOLDER + "used-2026-11-20"]
-    assert [stranger.name for stranger in catalog.strangers] == [FOLDER + "notes.txt"]
     assert version.size_bytes == 20
 
 
@@ -72,9 +71,8 @@ def test_a_version_is_as_new_as_its_newest_pack_and_was_used_when_it_was_marked(
         f"v2/0a/{'m' * 129}/1/{PACK}",
     ],
 )
-def test_what_no_boot_would_have_named_is_a_stranger(name):
+def test_what_no_boot_would_have_named_is_left_out(name):
     catalog = listing(name)
-    assert [entry.name for entry in catalog.strangers] == [name]
     assert catalog.versions == ()
     assert catalog.records == {}
 
@@ -144,12 +142,12 @@ def test_predecessors_are_other_versions_of_this_model_and_environment_newest_pa
         ([{}], "none of the packs stored for version version-1 of org--model can be used"),
         (
             [{"torch": "2.13.0+cu130", "triton": "3.8.0"}],
-            "stored for another environment: torch 2.13.0+cu130 → 2.11.0+cu130, Triton 3.8.0 → 3.6.0",
+            "stored for another environment: torch 2.13.0+cu130 → 2.11.0+cu130, triton 3.8.0 → 3.6.0",
         ),
         # Of several environments, the one with this very version explains.
         (
             [{"gpu": "Exact"}, {"gpu": "Other", "model_version": "newer"}],
-            "stored for another environment: GPU Exact → NVIDIA H100 80GB HBM3",
+            "stored for another environment: gpu Exact → NVIDIA H100 80GB HBM3",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_ls_lists_what_was_used_last_first_with_totals_and_the_environments_summ
     assert f"{environment.digest[:12]}  {summary}" in found.lines
     size = output.size_text(sum(len(local.read(name)) for name in (old, new)))
     assert found.lines[-1] == f"2 versions, 2 packs, {size} in {root}"
-    assert (found.code, found.err) == (0, "not of compile_cache: 1 object\n")
+    assert (found.code, found.err) == (0, "")
 
 
 def test_ls_as_json_is_one_document_of_versions_packs_and_records(run, local, key, environment):
@@ -244,12 +244,11 @@ def test_verify_says_of_each_pack_its_state_and_why_and_ends_with_1(run, root, l
 def test_verify_ends_with_0_if_all_is_sound_and_with_1_if_there_is_nothing(run, root, local, key):
     assert run("verify").lines[-1].endswith("nothing to verify")
     assert run("verify").code == 1
-    private, public = generate_keys()
     put_pack(local, key)
-    put_pack(local, key, {"signed": b""}, Signer(private))
+    put_pack(local, key, {"signed": b""}, Signer(generate_keys()[0]))
     found = run("verify")
     assert found.code == 0
-    assert {line.rpartition("  ")[2] for line in found.lines[1:3]} == {"not signed", f"signed by {public}"}
+    assert {line.rpartition("  ")[2] for line in found.lines[1:3]} == {"no signature was verified"}
     assert found.lines[-1].endswith(": 2 sound")
     damage(root, put_pack(local, replace(key, model_name="other")))
     assert run("verify", "--model", "org/model").code == 0
@@ -331,18 +330,14 @@ def test_prune_says_what_would_go_and_only_with_apply_removes_it_and_renews_the_
     size = output.size_text(len(local.read(aged[0])))
     assert found.lines[-2].startswith(f"would remove 1 version, {size}, from {root}")
     assert found.lines[-1] == "This was a dry run: nothing was removed. Add --apply to remove them."
-    planned = run("prune", "--keep-versions", "1", "--json").json
-    assert planned["removed"] == []
     assert run("prune", "--keep-versions", "2").out == f"nothing to remove from {root}\n"
     assert packs(local) == set(aged)
-    done = run("prune", "--keep-versions", "1", "--apply", "--json").json
-    assert planned["plan"] == done["plan"]
-    assert [entry["name"] for entry in done["removed"]] == [aged[0]]
+    assert f"removed {aged[0]}" in run("prune", "--keep-versions", "1", "--apply").lines
     assert packs(local) == {aged[1]}
     assert [entry["name"] for entry in json.loads((root / "index.json").read_text())["objects"]] == [aged[1]]
 
 
-def test_prune_names_what_was_used_meanwhile(run, local, key, aged, monkeypatch):
+def test_prune_keeps_what_was_used_meanwhile(run, local, key, aged, monkeypatch):
     from compile_cache.cli import app as commands
 
     apply_prune = commands.apply_prune
@@ -353,7 +348,6 @@ def test_prune_names_what_was_used_meanwhile(run, local, key, aged, monkeypatch)
 
     monkeypatch.setattr(commands, "apply_prune", use_first)
     found = run("prune", "--unused-days", "30", "--apply")
-    assert found.err.startswith("kept, because it was used or published meanwhile: ")
     assert found.lines[-1].startswith("removed 0 packs, ")
     assert packs(local) == set(aged)
 
@@ -366,7 +360,7 @@ def test_rm_deletes_versions_and_packs_that_are_named_and_no_others(run, local, 
     assert found.code == 0
     assert sorted(found.lines[-4:-1]) == sorted(f"removed {name}" for name in (first, second, other))
     assert {entry.name for entry in local.list("v2/")} == {kept}
-    assert [one["name"] for one in run("rm", digest_of(kept), "--yes", "--json").json["removed"]] == [kept]
+    assert f"removed {kept}" in run("rm", digest_of(kept), "--yes").lines
 
 
 def test_rm_asks_first(run, local, key):
@@ -427,7 +421,7 @@ def test_explain_takes_sources_into_the_version_and_warns_where_nothing_is_resto
     source.write_text("a = 2")
     assert run("explain", MODEL, "--source", source).lines[-1].startswith("restore: seeded")
     missing = run("explain", MODEL, "--source", tmp_path / "nowhere.py")
-    assert (missing.code, "nowhere.py" in missing.err) == (1, True)
+    assert (missing.code, "'--source'" in missing.err) == (2, True)
     variables.setenv("COMPILE_CACHE_SCOPE", "off")
     assert run("explain", MODEL).err.endswith("warning: COMPILE_CACHE_SCOPE=off, so a boot restores nothing\n")
 
@@ -441,7 +435,6 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, tmp_path)
     variables.setenv("TRITON_SOMETHING", "1")
     settings = Settings.from_env(os.environ)
     restore = Restore(settings, CacheDirectory.claim(tmp_path / "cache"), MODEL, (), dict(os.environ))
-    restore.start()
     restore._fetching.done.wait(60)
     assert restore._fetching.packs is not None, restore._fetching.failure
     assert explained_key(run) == restore._fetching.packs.key

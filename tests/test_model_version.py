@@ -13,7 +13,6 @@ import pytest
 from huggingface_hub import constants
 from programs import run_program
 
-from compile_cache.errors import SettingsError
 from compile_cache.key.model_version import has_common_name, hub_commit, model_name, model_version, split_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -132,11 +131,6 @@ def test_changed_or_new_source_in_a_folder_or_file_is_another_version(folder, so
 def test_a_source_has_the_same_name_however_its_path_is_written(folder, source, monkeypatch):
     monkeypatch.chdir(source)
     assert version(folder, Path()) == version(folder, source) == version(folder, source.parent / "." / source.name)
-
-
-def test_a_source_that_is_not_there_is_named(folder, tmp_path):
-    with pytest.raises(SettingsError, match=r"missing\.py.* does not exist"):
-        version(folder, tmp_path / "missing.py")
 
 
 def test_another_version_of_a_traced_package_is_another_version(folder, tmp_path, monkeypatch):

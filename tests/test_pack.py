@@ -23,7 +23,7 @@ from compile_cache.storage.pack.format import (
     PACK_NAME,
     Head,
     Pack,
-    head_bytes,
+    parse_header,
     read_head,
     runs,
     unpack_run,
@@ -174,7 +174,7 @@ def test_content_that_cannot_be_compressed_is_within_what_a_reader_takes(tmp_pat
 def test_the_head_is_readable_from_the_first_bytes_alone(tmp_path):
     pack = pack_up(tmp_path, SMALL, OURS)
     content = pack.local.read_bytes()
-    needed = head_bytes(content[:HEADER_BYTES], LIMITS)
+    needed = parse_header(content[:HEADER_BYTES], LIMITS).end
     head = read_head(content[:needed], pack.name, LIMITS, ANYBODY)
     assert head == read_head(content, pack.name, LIMITS, ANYBODY) == head_of(pack)
     assert head.start == needed < head.stored_bytes == len(content)

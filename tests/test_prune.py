@@ -107,18 +107,18 @@ def test_packs_go_before_marks_and_objects_of_others_stay():
     entries = [other("1", USED, 50), other("1", "notes.txt", 50), pack("1", 1, 50), pack("1", 2, 50)]
     store = Memory(entries)
     found = apply_prune(store, plan(MONTH, *entries))
-    assert found == ([entries[2], entries[3], entries[0]], [])
-    assert store.deleted == [entry.name for entry in found[0]]
+    assert found == [entries[2], entries[3], entries[0]]
+    assert store.deleted == [entry.name for entry in found]
 
 
 @pytest.mark.parametrize(
     "since", [pack("1", 9, 0), other("1", "used-2026-11-21", 0), pack("1", 1, 49)], ids=["published", "used", "again"]
 )
-def test_a_version_touched_since_the_plan_is_kept_and_named(since):
+def test_a_version_touched_since_the_plan_is_kept(since):
     entries = [pack("1", 1, 50), pack("2", 2, 50)]
     store = Memory([*entries, since])
     gone = pack("gone by now", 3, 50)
-    assert apply_prune(store, plan(MONTH, *entries, gone)) == ([entries[1]], [CacheKey("e", "m", "1")])
+    assert apply_prune(store, plan(MONTH, *entries, gone)) == [entries[1]]
     assert store.deleted == [entries[1].name]
 
 
@@ -188,8 +188,7 @@ def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_t
     found = plan_prune(catalog, NOW_S, **policy)
     assert all(youngest_days(removal.version) > policy["in_use_days"] * (1 - 1e-9) for removal in found)
     store = Memory(entries)
-    gone, kept = apply_prune(store, found)
-    assert kept == []
+    gone = apply_prune(store, found)
     assert {entry.name for entry in entries} - store.entries.keys() == set(store.deleted)
     assert {entry.name for entry in gone} >= {pack.name for removal in found for pack in removal.version.packs}
     left = catalog_of(store.list("v2/"))

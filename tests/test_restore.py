@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,35 +18,33 @@ from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.stores.local import LocalStore
 
 
-def prepare(tmp_path: Path, **settings: object) -> tuple[Restore, CacheKey]:
-    """A restore that is not started, and its key."""
+def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[[], Restore], CacheKey]:
+    """What begins a restore, and its key."""
     import torch
 
     directory = CacheDirectory.claim(tmp_path / "cache")
     told = Settings(dir=str(tmp_path / "cache"), model_name="model", model_version="1", **settings)
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     key = key_for(told, environment_for(told, directory.path, environ), "model", ())
-    return Restore(told, directory, "model", (), environ), key
+    return lambda: Restore(told, directory, "model", (), environ), key
 
 
 def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
     """So a new version rolls a read-only layer back."""
     for folder, outcome in (("store", "seeded"), ("layer", "miss")):
-        restore, key = prepare(
+        begin, key = prepare(
             tmp_path / folder, store=str(tmp_path / folder / "store"), layers=(str(tmp_path / folder / "layer"),)
         )
         put_pack(LocalStore(tmp_path / folder / folder), replace(key, model_version="0"))
-        restore.start()
-        assert restore.join()[0].outcome == outcome
+        assert begin().join()[0].outcome == outcome
 
 
 def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):
-    restore, key = prepare(tmp_path, store=str(tmp_path / "store"), layers=(str(tmp_path / "layer"),))
+    begin, key = prepare(tmp_path, store=str(tmp_path / "store"), layers=(str(tmp_path / "layer"),))
     name = put_pack(LocalStore(tmp_path / "layer"), key)
     damage(tmp_path / "layer", name)
     (tmp_path / "store").write_text("no folder")
-    restore.start()
-    report, _ = restore.join()
+    report, _ = begin().join()
     assert report.outcome == "failed"
     assert [refused.name for refused in report.refused] == [name]
 
@@ -58,8 +57,7 @@ def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch
         raise StoreUnavailable("too late")
 
     monkeypatch.setattr("compile_cache.lifecycle.restore._know", know)
-    restore, _ = prepare(tmp_path, store=str(tmp_path / "store"), restore_timeout_s=0.01)
-    restore.start()
-    report, _ = restore.join()
+    begin, _ = prepare(tmp_path, store=str(tmp_path / "store"), restore_timeout_s=0.01)
+    report, _ = begin().join()
     over.set()
     assert (report.outcome, "did not deliver the packs within 0.01 s" in report.reason) == ("failed", True)

@@ -147,7 +147,6 @@ class Host:
         settings = boot_settings(self.root, store=self.store, restore_timeout_s=timeout_s)
         restore = Restore(settings, directory, MODEL, (), environ())
         started = time.monotonic()
-        restore.start()
         report, _ = restore.join()
         waited_s = time.monotonic() - started
         restored = Restored(report, read_files(directory.path), waited_s)

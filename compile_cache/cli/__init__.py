@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-_NEEDED = ("typer", "rich", "jinja2", "msgspec")
-
 
 def main() -> None:
     """Run the command. The library itself needs none of the command's packages, so they may be missing."""
@@ -13,10 +11,6 @@ def main() -> None:
         from compile_cache.cli.app import app
 
         app()
-    except KeyboardInterrupt:  # during the imports; later, the command handles it
-        sys.exit(130)
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] not in _NEEDED:
-            raise
+    except ModuleNotFoundError as error:
         remedy = "pip install '.[cli]' in a checkout of cog-compile-cache"
         sys.exit(f"error: compile-cache needs the package {error.name}: {remedy}")

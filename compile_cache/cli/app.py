@@ -25,7 +25,7 @@ from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import apply_prune, plan_prune, remove, remove_version
 from compile_cache.storage.rules import PackState, Rules, verify_packs
-from compile_cache.storage.stores.base import ObjectStore, ReadableStore, Stores, open_stores
+from compile_cache.storage.stores.base import LayeredStore, ObjectStore, Stores, open_stores
 from compile_cache.storage.stores.local import index_folder
 
 _Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this store alone, and no layers.")]
@@ -113,7 +113,7 @@ def _writing(stores: Stores) -> ObjectStore:
     return stores.writing
 
 
-def _read(store: ReadableStore) -> Catalog:
+def _read(store: LayeredStore) -> Catalog:
     """The store's catalog. Layers that cannot be listed are named on stderr."""
     catalog = read_catalog(store)
     out.print_problems(store)
@@ -169,8 +169,6 @@ def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
     out.print_table(("environment", ""), summaries)
     packs = out.packs_text([pack for version in versions for pack in version.packs])
     out.print_line(f"{out.count_text(len(versions), 'version')}, {packs} in {reading.location}")
-    if catalog.strangers:
-        out.print_note(f"not of compile_cache: {out.count_text(len(catalog.strangers), 'object')}")
 
 
 @app.command()
@@ -258,7 +256,6 @@ def prune(
         float, typer.Option(min=0, metavar="DAYS", help="Keep versions used in the last days.")
     ] = 2.0,
     apply: Annotated[bool, typer.Option("--apply", help="Remove them. Without it, only list them.")] = False,
-    json: _Json = False,
 ) -> None:
     """Remove old versions. Each rule removes on its own. Versions used since the list was made, and objects of other
     programs, stay."""
@@ -267,13 +264,8 @@ def prune(
         raise typer.Exit(2)
     writing = _writing(_open(store)[1])
     plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
-    removed, kept = apply_prune(writing, plan) if apply else ([], [])
-    if json:
-        out.print_json({"store": writing.location, "plan": plan, "removed": removed, "kept": kept})
-        return
+    removed = apply_prune(writing, plan) if apply else []
     out.print_versions([removal.version for removal in plan], [removal.reason for removal in plan])
-    for key in kept:
-        out.print_note(f"kept, because it was used or published meanwhile: {key.prefix}")
     if apply:
         out.print_removed(writing, removed)
     elif plan:
@@ -289,25 +281,20 @@ def rm(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
     store: _Store = None,
     yes: _Yes = False,
-    json: _Json = False,
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""
     writing = _writing(_open(store)[1])
     catalog = read_catalog(writing)
     whole = {version.key: version for version in catalog.versions}
     due = [_find(catalog, key) for key in keys]
-    if not json:
-        out.print_versions(due)
+    out.print_versions(due)
     if not yes:
         typer.confirm(f"Delete them from {writing.location}?", abort=True, err=True)
     removed = []
     for version in due:
         is_whole = version == whole[version.key]
         removed += remove_version(writing, version.key) if is_whole else remove(writing, version.packs)
-    if json:
-        out.print_json({"store": writing.location, "removed": removed})
-    else:
-        out.print_removed(writing, removed)
+    out.print_removed(writing, removed)
 
 
 @app.command()
@@ -315,7 +302,7 @@ def explain(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, org/name@revision, or any name.")],
     source: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="A source that the predictor names; may be repeated."),
+        typer.Option(metavar="PATH", exists=True, help="A source that the predictor names; may be repeated."),
     ] = None,
     store: _Store = None,
     json: _Json = False,
@@ -367,9 +354,6 @@ def fill(
         typer.Option(metavar="FILE:CLASS", help="The predictor, such as predict.py:Predictor, instead of cog.yaml's."),
     ] = None,
     to: _To = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say for each region what torch could not compile, and how fast it is.")
-    ] = False,
     json: _Json = False,
 ) -> None:
     """Boot this folder's predictor once, and fill a store for this kind of machine.
@@ -383,7 +367,7 @@ def fill(
     """
     from compile_cache.cli.fill_command import fill_store
 
-    if not fill_store(predictor, to, explain, json):
+    if not fill_store(predictor, to, json):
         raise typer.Exit(1)
 
 

@@ -26,7 +26,7 @@ from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.catalog import read_catalog, read_record
 from compile_cache.storage.rules import PackState, Rules, verify_packs
-from compile_cache.storage.stores.base import open_stores
+from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import index_folder
 
 CONFIGURATION = "cog.yaml"
@@ -45,7 +45,7 @@ _VARIABLES = {
 }
 
 
-def fill_store(predictor: str | None, to: str | None, explain: bool, as_json: bool) -> bool:
+def fill_store(predictor: str | None, to: str | None, as_json: bool) -> bool:
     """Fill the store `to`, or the configured one, and print the answer. Returns whether nothing is missing.
 
     Raises:
@@ -54,11 +54,9 @@ def fill_store(predictor: str | None, to: str | None, explain: bool, as_json: bo
     reference, variables = read_project(Path.cwd(), predictor)
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    if explain:
-        os.environ.setdefault("TORCH_LOGS", "graph_breaks,recompiles")
     settings = _prepare(os.environ, to)
     reports, missing = _boot(reference, settings)
-    store = open_stores(settings).reading
+    store = open_url(settings.store)
     catalog = read_catalog(store)
     found = {report.environment: read_record(store, catalog, report.environment) for report in reports}
     keys = {CacheKey(report.environment, report.model_name, report.model_version) for report in reports}
@@ -164,7 +162,7 @@ def _missing_region(region: RegionReport) -> str:
         return ""
     why = "; ".join(region.not_precompiled) or region.reason or "nothing was compiled ahead of time"
     what = "not precompiled for some calls" if made else "not precompiled"
-    return f"region {region.name} is {what}: {why}. Run fill with --explain for file and line, {accept}"
+    return f"region {region.name} is {what}: {why}. Set TORCH_LOGS=graph_breaks,recompiles for file and line, {accept}"
 
 
 def read_project(folder: Path, predictor: str | None) -> tuple[str, Mapping[str, str]]:

@@ -18,8 +18,8 @@ from rich.filesize import decimal
 
 from compile_cache.key.environment import Environment
 from compile_cache.storage.catalog import Version
-from compile_cache.storage.rules import PackState, VerifiedPack
-from compile_cache.storage.stores.base import ReadableStore, StoredObject
+from compile_cache.storage.rules import VerifiedPack
+from compile_cache.storage.stores.base import LayeredStore, ReadableStore, StoredObject
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_DIGITS = 12
@@ -86,9 +86,9 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(msgspec.to_builtins(document), indent=2) + "\n")
 
 
-def print_problems(store: ReadableStore) -> None:
+def print_problems(store: LayeredStore) -> None:
     """Name the layers that could not be listed."""
-    for problem in getattr(store, "problems", ()):
+    for problem in store.problems:
         print_note(f"warning: left out: {problem}")
 
 
@@ -133,7 +133,7 @@ def print_packs(store: ReadableStore, packs: Sequence[VerifiedPack]) -> None:
             _version_text(pack.entry.name),
             short(pack.entry.name.rpartition("/")[2]),
             size_text(pack.entry.size_bytes),
-            _signature(pack) if pack.state is PackState.SOUND else f"{pack.reason} ({pack.entry.name})",
+            _finding(pack),
         )
         for pack in packs
     ]
@@ -166,9 +166,7 @@ def _version_text(name: str) -> str:
     return f"{model}/{short_version(version)}"
 
 
-def _signature(pack: VerifiedPack) -> str:
-    if pack.signed_by:
-        return f"signed by {pack.signed_by}"
-    if pack.head and pack.head.signed_by:
-        return f"claims to be signed by {pack.head.signed_by}, which was not checked: cryptography is not installed"
-    return "not signed"
+def _finding(pack: VerifiedPack) -> str:
+    if pack.reason:
+        return f"{pack.reason} ({pack.entry.name})"
+    return f"signed by {pack.signed_by}" if pack.signed_by else "no signature was verified"

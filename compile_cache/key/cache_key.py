@@ -54,9 +54,6 @@ def key_for(settings: Settings, environment: Environment, model: str, sources: S
     """The key under which a boot restores and publishes. The version is the configured one, else the digest of
     everything from which the model's graphs are made. The names are made valid in an object's name: `org/FLUX.1` →
     `org--FLUX.1`.
-
-    Raises:
-        SettingsError: a path in `sources` does not exist.
     """
     name, version = settings.model_name or model_name(model), settings.model_version or model_version(model, sources)
     return CacheKey(environment.digest, object_name(name), object_name(version))

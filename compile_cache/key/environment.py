@@ -73,7 +73,7 @@ class Environment:
     @property
     def digest(self) -> str:
         """The environment's name in a store: 32 hexadecimal digits."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+        return digest(asdict(self))
 
     def to_json(self) -> str:
         """The record as canonical JSON: sorted, without spaces."""
@@ -83,23 +83,10 @@ class Environment:
         """A line for each field that differs, such as `torch 2.11.0 → 2.13.0`. Long lists show new and missing
         parts."""
         return tuple(
-            f"{_LABELS.get(field.name, field.name.replace('_', ' '))} {_difference(ours, theirs)}"
+            f"{field.name.replace('_', ' ')} {_difference(ours, theirs)}"
             for field in fields(self)
-            if (ours := self._shown(field.name)) != (theirs := other._shown(field.name))
+            if (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         )
-
-    def _shown(self, name: str) -> Any:
-        return f"cuda:{self.device_index}" if name == "device_index" else getattr(self, name)
-
-
-_LABELS = {
-    "triton": "Triton",
-    "cuda": "CUDA",
-    "hip": "HIP",
-    "gpu": "GPU",
-    "capability": "compute capability",
-    "device_index": "current device",
-}
 
 
 def _difference(ours: Any, theirs: Any) -> str:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from compile_cache.errors import SettingsError
 from compile_cache.key.environment import installed_version
-
-log = logging.getLogger("compile_cache")
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx"})
 _LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller; larger files are weights
@@ -55,10 +51,7 @@ def model_version(model: str, sources: Sequence[str | Path]) -> str:
     | folder | its small files, and each weight file's name, size and safetensors header |
     | hub id (`org/name`) | its commit; its revision, if that is not downloaded |
     | any other name | the name |
-    | all | the project's own `sources` (files, or folders of Python files), and the traced packages |
-
-    Raises:
-        SettingsError: a path in `sources` does not exist.
+    | all | the project's own `sources` (files, or folders of Python files, all there), and the traced packages |
     """
     digest = hashlib.sha256()
     for name, content in _ingredients(model, sources):
@@ -74,11 +67,6 @@ def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[st
     elif _HUB_ID.fullmatch(name):
         yield name, hub_commit(name, revision or "main").encode()
     else:
-        log.info(
-            "model_version.plain_name model=%s This is no folder and no hub id, so only sources and packages decide "
-            "the version.",
-            name,
-        )
         yield name, (revision or "").encode()
     for source in sources:
         yield from _source_ingredients(Path(source))
@@ -107,8 +95,6 @@ def _weights_identity(path: Path) -> bytes:
 
 
 def _source_ingredients(source: Path) -> Iterator[tuple[str, bytes]]:
-    if not source.exists():
-        raise SettingsError(f"the model's source {source} does not exist. Relative paths start at {Path.cwd()}.")
     source = source.absolute()  # `.` has a name, too
     for path in [source] if source.is_file() else _paths(source, ".py"):
         name = path.name if source.is_file() else path.relative_to(source.parent).as_posix()

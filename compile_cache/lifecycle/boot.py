@@ -130,9 +130,7 @@ class Boot:
             with self._degrading("start the restore; compiling anew"):
                 from compile_cache.lifecycle.restore import Restore
 
-                restore = Restore(self._settings, self._directory, model, sources, environ)
-                restore.start()
-                self._restore = restore
+                self._restore = Restore(self._settings, self._directory, model, sources, environ)
 
     def __enter__(self) -> Boot:
         self._has_entered = True

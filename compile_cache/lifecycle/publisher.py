@@ -173,7 +173,6 @@ class Publisher:
             files = {path: record for path, record in ready.items() if path not in unread}
             staged = self._publication.stage(files, _CREATOR)
         self._staged, self._staged_files = list(staged), ready
-        self._report.withheld_files = len(self._outgoing.withheld)
         self._report.unread_files = len(unread | (self._outgoing.seeds.keys() - ready.keys()))
         if left_out := self._publication.left_out:
             path, why = next(iter(left_out.items()))
@@ -204,7 +203,6 @@ class Publisher:
         self._report.packs += 1
         self._report.files += len(pack.manifest.files)
         self._report.stored_bytes += pack.stored_bytes
-        self._report.seconds += time.perf_counter() - started
         note("publish", "put", started)
         log.info("publish.put pack=%s files=%d bytes=%d", pack.name, len(pack.manifest.files), pack.stored_bytes)
 

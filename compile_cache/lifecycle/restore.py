@@ -38,11 +38,6 @@ class _Known:
         """The same in another environment."""
         return replace(self, environment=environment, key=replace(self.key, environment=environment.digest))
 
-    @property
-    def problems(self) -> list[str]:
-        """Why layers were left out of the last listing."""
-        return list(getattr(self.stores.reading, "problems", ()))
-
     def packs(self) -> PacksOfKey:
         """The packs of the key, none of which is known yet."""
         return PacksOfKey(self.stores.reading, self.key, self.rules)
@@ -70,7 +65,6 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
 
     Raises:
         StoreError: a store cannot be listed.
-        SettingsError: a path in `sources` does not exist.
     """
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
     known = _know(settings, environment, model, sources)
@@ -90,12 +84,12 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
             break
     else:
         report.reason = explain_miss(known.stores.reading, known.key, environment)
-    report.problems = known.problems
+    report.problems = list(known.stores.reading.problems)
     return Plan(known.key, environment, known.stores.reading.location, report)
 
 
 class Restore:
-    """Fetches on a thread. `join` then installs the files, unless torch contradicts the environment.
+    """Fetches on a thread from the start. `join` then installs the files, unless torch contradicts the environment.
 
     With `environment`, the files are for another process of this environment, and torch is neither imported nor asked.
     """
@@ -125,9 +119,6 @@ class Restore:
         self._fetching = _Fetching(begin)
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
-
-    def start(self) -> None:
-        """Start the thread."""
         self._fetching.start()
 
     def abandon(self) -> None:
@@ -188,7 +179,7 @@ class Restore:
             outcome,
             reason,
             seeded_from=fetched.seeded_from,
-            problems=self._known.problems if self._known else [],
+            problems=list(self._known.stores.reading.problems) if self._known else [],
             packs=len(fetched.packs),
             files=files,
             stored_bytes=fetched.stored_bytes,

@@ -89,7 +89,6 @@ class Program:
         self._directory = directory = CacheDirectory.claim(Path(settings.dir))
         found = _environment_of(path, str(directory.path), f"run also={also or ''}")
         restore = Restore(settings, directory, name, (), dict(environ), found)
-        restore.start()
         while not restore.has_ended and time.monotonic() < started + settings.restore_timeout_s:
             if came := signal.sigtimedwait(_PASSED_ON, 0.02):
                 raise SystemExit(128 + came.si_signo)

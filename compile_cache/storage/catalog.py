@@ -61,12 +61,11 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """A store's content. `records` has the environments' records by digest. `strangers` are objects with names that
-    this library does not use."""
+    """A store's content. `records` has the environments' records by digest. Objects with names that this library does
+    not use are left out."""
 
     versions: tuple[Version, ...] = ()
     records: dict[str, StoredObject] = field(default_factory=dict)
-    strangers: tuple[StoredObject, ...] = ()
 
 
 def read_catalog(store: ReadableStore, prefix: str = ROOT) -> Catalog:
@@ -82,18 +81,15 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
     """The catalog of a listing."""
     objects: dict[CacheKey, tuple[list[StoredObject], list[StoredObject]]] = {}
     records: dict[str, StoredObject] = {}
-    strangers: list[StoredObject] = []
     for entry in entries:
         name = _NAME.fullmatch(entry.name)
-        if name is None:
-            strangers.append(entry)
-        elif name["model"] is None:
+        if name and name["model"] is None:
             records[name["environment"]] = entry
-        else:
+        elif name:
             packs, marks = objects.setdefault(CacheKey(*name.group("environment", "model", "version")), ([], []))
             (packs if name["pack"] else marks).append(entry)
     versions = tuple(Version(key, tuple(packs), tuple(marks)) for key, (packs, marks) in objects.items())
-    return Catalog(versions, records, tuple(strangers))
+    return Catalog(versions, records)
 
 
 def predecessors(store: ReadableStore, key: CacheKey) -> Sequence[CacheKey]:

@@ -264,13 +264,12 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
         OSError: the staging folder cannot be written.
     """
     started = time.perf_counter()
-    task = _Unpacking(packs.store, directory.inbox, abandoned)
     packs.refresh(abandoned)
     listings = 1
     while True:
         selection = packs.select()
         needed = selection.needed
-        failures = task.unpack(needed)
+        failures = _unpack(packs.store, directory.inbox, needed, abandoned)
         if not failures:
             break
         for pack, error in failures:
@@ -278,9 +277,10 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
             packs.refresh(abandoned)
-    stored_bytes = task.stored_bytes + sum(pack.head.start for pack, _ in needed)
-    folders, names = [task.folder(pack) for pack in selection.packs], tuple(pack.entry.name for pack, _ in needed)
-    seconds = time.perf_counter() - started
+    read = [group[-1].end - group[0].start for pack, paths in needed for group in _groups(pack, paths)]
+    stored_bytes = sum(pack.head.start for pack, _ in needed) + sum(read)
+    folders = [_folder(directory.inbox, pack) for pack in selection.packs]
+    names, seconds = tuple(pack.entry.name for pack, _ in needed), time.perf_counter() - started
     return Fetched(selection.files, folders, names, selection.refused, stored_bytes, seconds)
 
 
@@ -303,56 +303,45 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
     return len(fetched.files)
 
 
-class _Unpacking:
-    """Unpacks frames, each pack into its own folder, and knows the frames unpacked so far."""
+def _unpack(
+    store: ReadableStore,
+    inbox: Path,
+    needed: Sequence[tuple[StoredPack, set[str]]],
+    abandoned: threading.Event | None,
+) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
+    """Unpack the runs that hold the given paths of each pack, each pack into its own folder. Returns the packs that
+    failed, with their errors."""
+    failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
-    def __init__(self, store: ReadableStore, inbox: Path, abandoned: threading.Event | None) -> None:
-        self.stored_bytes = 0
-        self._store = store
-        self._inbox = inbox
-        self._abandoned = abandoned
-        self._done: set[tuple[str, int]] = set()
-        self._lock = threading.Lock()
+    def work(task: tuple[StoredPack, list[Run]]) -> None:
+        pack, group = task
+        if pack.entry.name in failures:
+            return
+        sizes = [size_bytes for run in group for size_bytes in run.frame_sizes]
+        frames = read_pieces(store, pack.entry.name, group[0].start, sizes, abandoned)
+        try:
+            for run in group:
+                unpack_run(frames, run, _folder(inbox, pack))
+        except (PackError, StoreError) as error:
+            failures[pack.entry.name] = pack, error
 
-    def folder(self, pack: StoredPack) -> Path:
-        """The folder of the pack's files."""
-        return self._inbox / os.path.basename(pack.entry.name).partition(".")[0]
+    in_daemon_threads(work, [(pack, group) for pack, paths in needed for group in _groups(pack, paths)])
+    return list(failures.values())
 
-    def unpack(self, packs: Sequence[tuple[StoredPack, set[str]]]) -> list[tuple[StoredPack, PackError | StoreError]]:
-        """Unpack the runs that hold the given paths of each pack. Returns the packs that failed, with their errors."""
-        failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
-        def work(task: tuple[StoredPack, list[Run]]) -> None:
-            pack, group = task
-            if pack.entry.name in failures:
-                return
-            try:
-                self._unpack_group(pack, group)
-            except (PackError, StoreError) as error:
-                failures[pack.entry.name] = pack, error
+def _folder(inbox: Path, pack: StoredPack) -> Path:
+    return inbox / os.path.basename(pack.entry.name).partition(".")[0]
 
-        tasks = [(pack, group) for pack, paths in packs for group in self._groups(pack, paths)]
-        in_daemon_threads(work, tasks)
-        return list(failures.values())
 
-    def _groups(self, pack: StoredPack, paths: set[str]) -> Iterator[list[Run]]:
-        """The runs to unpack, with neighbours grouped into one request."""
-        group: list[Run] = []
-        for run in runs(pack.head):
-            if (pack.entry.name, run.start) in self._done or not any(file.path in paths for file in run.files):
-                continue
-            if group and (run.start != group[-1].end or run.end - group[0].start > READ_BYTES):
-                yield group
-                group = []
-            group.append(run)
-        if group:
+def _groups(pack: StoredPack, paths: set[str]) -> Iterator[list[Run]]:
+    """The runs that hold the paths, with neighbours grouped into one request."""
+    group: list[Run] = []
+    for run in runs(pack.head):
+        if not any(file.path in paths for file in run.files):
+            continue
+        if group and (run.start != group[-1].end or run.end - group[0].start > READ_BYTES):
             yield group
-
-    def _unpack_group(self, pack: StoredPack, group: list[Run]) -> None:
-        start, sizes = group[0].start, [size_bytes for run in group for size_bytes in run.frame_sizes]
-        frames = read_pieces(self._store, pack.entry.name, start, sizes, self._abandoned)
-        for run in group:
-            unpack_run(frames, run, self.folder(pack))
-        with self._lock:
-            self._done.update((pack.entry.name, run.start) for run in group)
-            self.stored_bytes += group[-1].end - start
+            group = []
+        group.append(run)
+    if group:
+        yield group

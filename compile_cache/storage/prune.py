@@ -61,25 +61,21 @@ def plan_prune(
     return removals
 
 
-def apply_prune(store: ObjectStore, plan: Iterable[Removal]) -> tuple[list[StoredObject], list[CacheKey]]:
+def apply_prune(store: ObjectStore, plan: Iterable[Removal]) -> list[StoredObject]:
     """Remove the versions of `plan`, but keep each version with an object that was written after the plan was made.
-
-    Returns the removed objects, and the versions that were kept.
+    Returns the removed objects.
 
     Raises:
         StoreError: the store cannot be listed, or refuses to delete. The next plan has the rest.
     """
-    kept: list[CacheKey] = []
 
     def due() -> Iterator[StoredObject]:
         for planned in (removal.version for removal in plan):
             for version in read_catalog(store, planned.key.prefix).versions:  # one, if it is still there
                 if set(version.objects) <= set(planned.objects):
                     yield from version.objects  # if a process ends before the marks, the next plan has them
-                else:
-                    kept.append(planned.key)
 
-    return remove(store, due()), kept
+    return remove(store, due())
 
 
 def remove_version(store: ObjectStore, key: CacheKey) -> list[StoredObject]:

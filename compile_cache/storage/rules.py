@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from compile_cache.errors import (
@@ -20,7 +20,7 @@ from compile_cache.errors import (
     TooManyPacks,
 )
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.storage.pack.format import Head, head_bytes, read_head, runs, unpack_run
+from compile_cache.storage.pack.format import Head, parse_header, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
@@ -54,24 +54,15 @@ class Rules:
 
         Raises:
             SettingsError: a key is invalid, the signing key is not trusted, or `cryptography` is needed, but not
-                installed. The message names the variables.
+                installed. The message names the variable.
         """
-        signer, trusted, problems = None, TrustedKeys(), []
-        try:
-            signer = Signer(settings.signing_key) if settings.signing_key else None
-        except SettingsError as error:
-            problems.append(f"{PREFIX}SIGNING_KEY: {error}")
-        try:
-            trusted = TrustedKeys(settings.trusted_keys)
-        except SettingsError as error:
-            problems.append(f"{PREFIX}TRUSTED_KEYS: {error}")
+        signer = Signer(settings.signing_key) if settings.signing_key else None
+        trusted = TrustedKeys(settings.trusted_keys)
         if signer and trusted and signer.public_key not in settings.trusted_keys:
-            problems.append(
+            raise SettingsError(
                 f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
                 f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"
             )
-        if problems:
-            raise SettingsError("; ".join(problems))
         return cls(trusted=trusted, signer=signer)
 
 
@@ -118,7 +109,7 @@ class HeadReader:
         if entry.size_bytes > limits.size_bytes:
             raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
         content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes), abandoned)
-        end = min(head_bytes(content, limits), entry.size_bytes)
+        end = min(parse_header(content, limits).end, entry.size_bytes)
         if len(content) < end <= _USUAL_HEAD_BYTES:
             content += read_exactly(self._store, entry.name, len(content), end - len(content), abandoned)
         folder, _, name = entry.name.rpartition("/")
@@ -155,8 +146,8 @@ class PackState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPack:
-    """A pack, its state, and the reason if it is not sound. `signed_by` is the public key whose signature was
-    verified."""
+    """A pack, its state, and the reason if it is not sound. `signed_by` is the trusted key whose signature was
+    verified. Without trusted keys, no signature is."""
 
     entry: StoredObject
     state: PackState
@@ -193,8 +184,8 @@ def verify_packs(
         try:
             head = reader.read(entry).head if heads_alone else verify_pack(store, entry, rules)
             kept = head if heads_alone else None  # the heads of many packs would fill the memory
-            sound = VerifiedPack(entry, PackState.SOUND, "", kept, head.signed_by)
-            found.append(sound if rules.trusted or not head.signed_by else _verify_own_signature(store, sound, rules))
+            signed_by = head.signed_by if rules.trusted else None
+            found.append(VerifiedPack(entry, PackState.SOUND, "", kept, signed_by))
         except ObjectNotFound:
             continue
         except PackForbidden as error:
@@ -204,13 +195,3 @@ def verify_packs(
         except StoreError as error:
             found.append(VerifiedPack(entry, PackState.UNREADABLE, str(error)))
     return found
-
-
-def _verify_own_signature(store: ReadableStore, sound: VerifiedPack, rules: Rules) -> VerifiedPack:
-    """Verify a signature with the key that it names. Needed without trusted keys, when signatures are not verified."""
-    try:
-        named = Rules(rules.limits, TrustedKeys([str(sound.signed_by)]))
-        HeadReader(store, named).read(sound.entry)
-    except SettingsError:  # cryptography is not installed
-        return replace(sound, signed_by=None)
-    return sound

@@ -189,25 +189,22 @@ def _name_of(named: bytes | memoryview) -> str:
     return hashlib.sha256(named).hexdigest() + _SUFFIX
 
 
-class _Header(NamedTuple):
-    """The offsets of the signature and of the first frame of files, and the length of the unpacked manifest."""
+class Header(NamedTuple):
+    """The offsets of the signature and of the first frame of files, which is the end of the head, and the length of the
+    unpacked manifest."""
 
     manifest_end: int
     end: int
     manifest_bytes: int
 
 
-def head_bytes(beginning: bytes, limits: Limits) -> int:
-    """The length of a pack's head, from its first `HEADER_BYTES`.
+def parse_header(beginning: bytes, limits: Limits) -> Header:
+    """The header of a pack, from its first `HEADER_BYTES`.
 
     Raises:
         PackForbidden: the pack has another format, or claims more than `limits` allow.
         PackError: the bytes are not the beginning of a pack.
     """
-    return _parse_header(beginning, limits).end
-
-
-def _parse_header(beginning: bytes, limits: Limits) -> _Header:
     if len(beginning) < HEADER_BYTES:
         raise PackError(f"it ends after {len(beginning)} bytes, inside its header")
     magic, length = _SKIPPABLE.unpack_from(beginning)
@@ -221,11 +218,11 @@ def _parse_header(beginning: bytes, limits: Limits) -> _Header:
     if signature_bytes not in (0, SIGNATURE_BYTES):
         raise PackForbidden(f"its signature has {signature_bytes} bytes, not {SIGNATURE_BYTES}")
     manifest_end = HEADER_BYTES + stored_bytes
-    return _Header(manifest_end, manifest_end + _SKIPPABLE.size + signature_bytes, manifest_bytes)
+    return Header(manifest_end, manifest_end + _SKIPPABLE.size + signature_bytes, manifest_bytes)
 
 
 def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
-    """Verify and read the head of the pack that is stored as `name`. `content` has `head_bytes` bytes, or more.
+    """Verify and read the head of the pack that is stored as `name`. `content` has the whole head, or more.
 
     The checks are, in order: the format, the name, the signature, the limits, and the whole manifest with every path.
     Memory holds the unpacked manifest beside `content`.
@@ -234,7 +231,7 @@ def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -
         PackForbidden: `limits` or `trusted` forbid the pack's use.
         PackError: the pack is damaged, and no part of it may be used. The message says how.
     """
-    header = _parse_header(content, limits)
+    header = parse_header(content, limits)
     if len(content) < header.end:
         raise PackError("it ends before the end of its signature")
     named = memoryview(content)[: header.manifest_end]

@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from compile_cache.errors import PackForbidden, SettingsError
+from compile_cache.settings import PREFIX
 
 PRIVATE_PREFIX = "private-ed25519:"
 PUBLIC_PREFIX = "public-ed25519:"
+# What a key is, for messages: the variable with it, and its kind.
+_WHAT = {PRIVATE_PREFIX: f"{PREFIX}SIGNING_KEY: a private", PUBLIC_PREFIX: f"{PREFIX}TRUSTED_KEYS: a public"}
 
 _KEY_BYTES = 32
 # A stored signature: with the key that made it.
@@ -101,16 +104,15 @@ def _text(prefix: str, key: bytes) -> str:
 
 def _key_bytes(text: str, prefix: str) -> bytes:
     """The 32 bytes of a key. No error shows the text, because it may be a private key in the wrong place."""
-    kind = prefix.partition("-")[0]
     if not text.startswith(prefix):
-        raise SettingsError(f"a {kind} key begins with {prefix!r}. Make a pair with `compile-cache keygen`.")
+        raise SettingsError(f"{_WHAT[prefix]} key begins with {prefix!r}. Make a pair with `compile-cache keygen`.")
     try:
         key = base64.b64decode(text.removeprefix(prefix), validate=True)
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
         raise SettingsError(
-            f"a {kind} key has {_KEY_BYTES} bytes in base64 after {prefix!r}. This key is cut off or damaged."
+            f"{_WHAT[prefix]} key has {_KEY_BYTES} bytes in base64 after {prefix!r}. This key is cut off or damaged."
         )
     return key
 

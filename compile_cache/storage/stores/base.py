@@ -6,17 +6,18 @@ settings, and a line in the tests that all stores share (tests/test_stores.py).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Protocol, cast
+from typing import Annotated, Protocol, cast
+
+from msgspec import Meta
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreError
 from compile_cache.settings import Settings, split_url
 
-log = logging.getLogger("compile_cache")
+_LATEST_S = 1 << 53
 
 # For each scheme: the function that opens a URL, and the extra that installs its package.
 _OPENERS = {
@@ -31,11 +32,12 @@ _OPENERS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One line of a listing. `modified_s` is the store's own clock, in seconds since 1970."""
+    """One line of a listing. `modified_s` is the store's own clock, in seconds since 1970. Anybody may have written a
+    mirror's listing, so sizes and times have limits there."""
 
     name: str
-    size_bytes: int
-    modified_s: float
+    size_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    modified_s: Annotated[float, Meta(gt=-_LATEST_S, lt=_LATEST_S)]
 
 
 class ReadableStore(Protocol):
@@ -73,7 +75,7 @@ class ObjectStore(ReadableStore, Protocol):
 class Stores:
     """The store that a boot reads, with all its layers, and the store that it writes, if any."""
 
-    reading: ReadableStore
+    reading: LayeredStore
     writing: ObjectStore | None
 
 
@@ -97,21 +99,20 @@ class LayeredStore:
             StoreError: no layer could be listed.
         """
         found: dict[str, StoredObject] = {}
-        failures: list[StoreError] = []
+        problems: list[StoreError] = []
         for layer in self._layers:
             try:
                 entries = layer.list(prefix)
             except StoreError as error:
-                log.warning("layer.failed layer=%s error=%s", layer.location, error)
-                failures.append(error)
+                problems.append(error)
                 continue
             for entry in entries:
                 if entry.name not in found:
                     found[entry.name] = entry
                     self._origins[entry.name] = layer
-        self.problems = tuple(str(error) for error in failures)
-        if failures and len(failures) == len(self._layers):
-            raise failures[0]
+        if problems and len(problems) == len(self._layers):
+            raise problems[0]
+        self.problems = tuple(map(str, problems))
         return list(found.values())
 
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
@@ -132,12 +133,6 @@ class LayeredStore:
         raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
 
 
-def address_in(location: str, name: str) -> str:
-    """The address of an object, or of all objects whose names begin with `name`. An endpoint stays behind it."""
-    store, at, endpoint = location.partition(" at ")
-    return f"{store.rstrip('/')}/{name}{at}{endpoint}"
-
-
 def open_stores(settings: Settings) -> Stores:
     """The layers and the store that `settings` name. Connects to nothing yet.
 
@@ -147,8 +142,6 @@ def open_stores(settings: Settings) -> Stores:
     """
     writing = None if settings.store == "off" else open_url(settings.store)
     layers: list[ReadableStore] = [open_url(layer) for layer in settings.layers]
-    if not layers and writing is not None:
-        return Stores(writing, writing)
     return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
 
 

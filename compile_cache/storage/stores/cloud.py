@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject, address_in
-from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, parse_index
+from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, Index
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class CloudStore:
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. obstore lists only whole folders."""
-        what = f"list {address_in(self.location, prefix)}"
+        what = f"list {self.location}"
         found = []
         with _translated(what):
             chunks = self._objects.list(prefix.rpartition("/")[0] or None, chunk_size=1000)
@@ -120,11 +121,14 @@ class Mirror(CloudStore):
         """All objects of the index whose names begin with `prefix`, oldest first."""
         try:
             content = self.read(INDEX, 0, MOST_INDEX_BYTES + 1)
-            found = [entry for entry in parse_index(content) if entry.name.startswith(prefix)]
+            if len(content) > MOST_INDEX_BYTES:
+                raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
+            objects = msgspec.json.decode(content, type=Index).objects
         except ObjectNotFound as error:
             raise ObjectNotFound(f"{error}; make it with `compile-cache copy --to FOLDER`") from error
-        except ValueError as error:
-            raise StoreError(f"cannot list {address_in(self.location, INDEX)}: {error}; make it again") from error
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"cannot list {self.location}{INDEX}: {error}; make it again") from error
+        found = [entry for entry in objects if entry.name.startswith(prefix)]
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
 

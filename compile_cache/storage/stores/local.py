@@ -30,11 +30,11 @@ _LEFTOVER_AGE_S = 24 * 60 * 60
 
 INDEX = "index.json"
 MOST_INDEX_BYTES = 16 << 20  # 100,000 objects
-_MOST_SIZE_BYTES = 1 << 63
-_LATEST_S = 1 << 53
 
 
-class _Index(msgspec.Struct):
+class Index(msgspec.Struct):
+    """The listing of a folder behind a web server. Anybody may have written it."""
+
     objects: list[StoredObject]
 
 
@@ -117,29 +117,7 @@ def index_folder(store: ReadableStore) -> None:
     """
     if isinstance(store, LocalStore) and Path(store.location).is_dir():
         entries = [entry for entry in store.list("") if entry.name != INDEX]
-        store.put(INDEX, msgspec.json.encode(_Index(entries)))
-
-
-def parse_index(content: bytes) -> list[StoredObject]:
-    """The objects of an index, which anybody may have written.
-
-    Raises:
-        ValueError: `content` is not an index. The message says why.
-    """
-    if len(content) > MOST_INDEX_BYTES:
-        raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
-    try:
-        found = msgspec.json.decode(content, type=_Index).objects
-    except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
-    for entry in found:
-        if not entry.name.isprintable() or {"", ".", ".."} & set(entry.name.split("/")):
-            raise ValueError(f"one of its objects has the name {entry.name!r:.100}")
-        if not 0 <= entry.size_bytes < _MOST_SIZE_BYTES or not abs(entry.modified_s) < _LATEST_S:
-            raise ValueError(f"{entry.name[:100]!r} in it has an impossible size or time")
-    if len({entry.name for entry in found}) < len(found):
-        raise ValueError("it has two objects with the same name")
-    return found
+        store.put(INDEX, msgspec.json.encode(Index(entries)))
 
 
 def _remove_leftovers(target: Path) -> None:

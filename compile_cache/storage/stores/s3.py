@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject, address_in
+from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class S3Store:
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. One request per 1,000 objects."""
-        what = f"list {address_in(self.location, prefix)}"
+        what = f"list {self.location}"
         found = []
         with _translated(what):
             paginator = self._client.get_paginator("list_objects_v2")
