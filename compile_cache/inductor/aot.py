@@ -2,7 +2,7 @@
 
 Importing this module fails with an ImportError if this torch is not a tested release, and with an AttributeError or an
 ImportError if it lacks a name. Then no function is compiled or loaded ahead of time, and the next step of the ladder
-serves every call. `switches.py` has the names for torch's switches, for a process without a compiler.
+serves every call. `state.py` has the names for torch's switches, for a process without a compiler.
 
 torch marks `aot_compile` and `load_compiled_function` as experimental.
 """
@@ -36,7 +36,7 @@ from compile_cache.calls.spec import Call, call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import check_kernels, give_keys, guards, lean
-from compile_cache.inductor.switches import SET_WHILE_LOADING
+from compile_cache.inductor.state import SET_WHILE_LOADING
 from compile_cache.key.environment import digest
 
 # The first and the last tested release.
