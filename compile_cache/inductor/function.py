@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.overlaps import overlaps_of
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -34,6 +33,7 @@ from compile_cache.calls.spec import (
     parts_of,
     why_eager,
 )
+from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_call, load_function

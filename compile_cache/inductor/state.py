@@ -1,5 +1,5 @@
-"""torch's state: switches and options that compiled code depends on, and that a call's inputs do not show. It is read in
-the server, and made in the second process.
+"""torch's state: switches and options that compiled code depends on, and that a call's inputs do not show. It is read
+in the server, and made in the second process.
 
 The name of an artifact depends on torch's switches, the compiler's options and the imported packages, among others. The
 server finds an artifact only if the process that made it had the same.
@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from compile_cache import importable
 from compile_cache.calls.spec import autocast_dtype
 from compile_cache.errors import NotHandedOver
+from compile_cache.importable import find, reference, why_not
 
 _precision = torch._C._get_fp32_precision_getter
 _priority = torch._C._get_sdp_priority_order
@@ -372,8 +372,8 @@ def prepare_with(function: Callable[[], None]) -> None:
         NotHandedOver: another process cannot import the function.
     """
     try:
-        name = importable.reference(function)
-        if reason := importable.why_not(function.__module__):
+        name = reference(function)
+        if reason := why_not(function.__module__):
             raise LookupError(f"{name}: {reason}")
     except LookupError as error:
         raise NotHandedOver(
@@ -393,7 +393,7 @@ def _run_once(preparations: Iterable[str]) -> None:
         if name in _RUN.get():
             continue
         try:
-            importable.find(name)()
+            find(name)()
         except Exception as error:  # a model family's own code
             raise NotHandedOver(f"{name} failed: {type(error).__name__}: {error}") from error
         _RUN.set(_RUN.get() | {name})
@@ -404,7 +404,7 @@ class _Pickler(pickle.Pickler):
     is now, and not as its module makes it."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | types.FunctionType) and (reason := importable.why_not(value.__module__)):
+        if isinstance(value, type | types.FunctionType) and (reason := why_not(value.__module__)):
             raise pickle.PicklingError(f"{value!r}: {reason}")
         return NotImplemented
 
