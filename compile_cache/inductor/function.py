@@ -47,11 +47,9 @@ log = logging.getLogger("compile_cache")
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
 # only loads.
-_REPLACED_BY_DYNAMO = frozenset({"Module.__init__", "Module.__setstate__"})
+_REPLACED_BY_DYNAMO = tuple(f"torch.nn.modules.module:Module.{name}" for name in ("__init__", "__setstate__"))
 # Generated code loads C++ kernels with these calls (torch/_inductor/codegen/cpp.py, cpp_wrapper_cpu.py).
 _CPP_KERNELS = re.compile(rb"\b(cpp_pybinding|load_pybinding|async_compile\.cpp)\w*\(")
-
-_Traced = Mapping[str, Mapping[str, types.CodeType]]
 
 
 def why_not_ahead(module: nn.Module) -> str:
@@ -177,7 +175,7 @@ class Record:
 
     | field | content |
     | --- | --- |
-    | `sources` | checksums of the traced files, and of the traced functions in them |
+    | `files`, `functions` | checksums of the traced files by module, and of the traced functions by name |
     | `salt` | the name of the function's group; no digest of a text is the same in another group |
     | `environ` | digests of the variables that these functions may have read; torch does not guard them |
     | `guards` | the guards that torch cannot store |
@@ -186,7 +184,8 @@ class Record:
     | `host` | for a function with C++ kernels: the CPU's instructions and the number of threads |
     """
 
-    sources: dict[str, dict[str, Any]]
+    files: dict[str, str]
+    functions: dict[str, str]
     salt: str
     environ: dict[str, str | None]
     guards: list[RecordedGuard]
@@ -199,11 +198,14 @@ class Record:
     @classmethod
     def of(cls, compilation: Compilation, guards: list[RecordedGuard], salt: str) -> Record:
         """The record of a function that this process has just compiled."""
-        traced = _traced(compilation.traced)
+        # In the module of `call_region`, only that function counts.
+        modules = {module for module, _ in compilation.traced} - {call_region.__module__}
+        functions = _functions_of(compilation.traced)
         return cls(
-            _sources(traced),
+            {module: file_digest(module) for module in sorted(modules)},
+            {name: code_digest(code) for name, code in functions.items() if name not in _REPLACED_BY_DYNAMO},
             salt,
-            {name: _sealed(salt, name) for name in _variables_read(traced)},
+            {name: _sealed(salt, name) for name in _variables_read(functions.values())},
             guards,
             sorted(compilation.modules | modules_of(guards)),
             compilation.externals,
@@ -227,7 +229,7 @@ class Record:
     @property
     def is_imported(self) -> bool:
         """Whether all modules that the record names are imported, so that comparing it imports nothing."""
-        names = {*self.sources, *self.modules, *(name.partition(":")[0] for name in self.globals)}
+        names = {*self.files, *self.modules, *(name.partition(":")[0] for name in self.globals)}
         specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names - {"__main__"}]
         return all(spec is not None and not getattr(spec, "_initializing", False) for spec in specs)
 
@@ -237,45 +239,39 @@ class Record:
         for name, was in self.host.items():
             if here.get(name) != was:
                 return f"it has C++ kernels for a host with {name} {was!r}; this host has {here.get(name)!r}"
-        for name, source in self.sources.items():
-            if difference := _source_difference(name, source):
-                return difference
+        if difference := self._source_difference():
+            return difference
         # These are no settings of this library. The model's code has read them.
         changed = [name for name, value in self.environ.items() if _sealed(self.salt, name) != value]
         return f"the environment variable {changed[0]} has changed" if changed else ""
+
+    def _source_difference(self) -> str:
+        try:
+            if changed := [module for module, was in self.files.items() if file_digest(module) != was]:
+                return f"the source of {changed[0]} has changed"
+        except (NotPrecompilable, ImportError) as error:
+            return f"a source cannot be compared: {error}"
+        for name, was in self.functions.items():
+            code = _code_at(name)
+            if code is None or code_digest(code) != was:
+                return f"{name} is not the function that was compiled"
+        return ""
 
 
 def _host() -> dict[str, str]:
     return {"instructions": environment.instruction_flags(), "threads": str(torch.get_num_threads())}
 
 
-def _traced(functions: Iterable[tuple[str, int]]) -> _Traced:
-    """The traced functions that can be found by name, by module."""
-    traced: dict[str, dict[str, types.CodeType]] = {}
-    for module, line in functions:
-        traced.setdefault(module, {}).update(_functions_by_line(module).get(line, {}))
-    return traced
+def _functions_of(traced: Iterable[tuple[str, int]]) -> dict[str, types.CodeType]:
+    """The traced functions that can be found by name, by `module:qualified.name`."""
+    found: dict[str, types.CodeType] = {}
+    for module, line in sorted(traced):
+        found |= _functions_by_line(module).get(line, {})
+    return found
 
 
-def _sources(traced: _Traced) -> dict[str, dict[str, Any]]:
-    """For each module, the checksums of its file and of its traced functions."""
-    return {
-        # In the module of `call_region`, only that function counts.
-        name: {
-            "file": "" if name == call_region.__module__ else file_digest(name),
-            "functions": {
-                qualified: code_digest(code)
-                for qualified, code in sorted(functions.items())
-                if qualified not in _REPLACED_BY_DYNAMO
-            },
-        }
-        for name, functions in sorted(traced.items())
-    }
-
-
-def _variables_read(traced: _Traced) -> list[str]:
+def _variables_read(codes: Iterable[types.CodeType]) -> list[str]:
     """The variables that the functions may have read: every text in a function that reads any."""
-    codes = [code for functions in traced.values() for code in functions.values()]
     readers = [code for code in codes if {"environ", "getenv"} & set(code.co_names)]
     return sorted(
         {name for code in readers for name in code.co_consts if isinstance(name, str) and name.isidentifier()}
@@ -290,20 +286,20 @@ def _sealed(salt: str, name: str) -> str | None:
 
 @functools.cache
 def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
-    """A module's functions and methods by first line, then by qualified name."""
+    """A module's functions and methods by first line, then by `module:qualified.name`."""
     found: dict[int, dict[str, types.CodeType]] = {}
     for name, value in list(vars(sys.modules[module]).items()):
         members = vars(value).items() if isinstance(value, type) and value.__module__ == module else ()
         for qualified, part in [(name, value), *((f"{name}.{member}", part) for member, part in members)]:
-            code = _code_of(part)
-            if code is not None and _code_at(module, qualified) is code:
-                found.setdefault(code.co_firstlineno, {})[qualified] = code
+            code, reference = _code_of(part), f"{module}:{qualified}"
+            if code is not None and _code_at(reference) is code:
+                found.setdefault(code.co_firstlineno, {})[reference] = code
     return found
 
 
-def _code_at(module: str, qualified: str) -> types.CodeType | None:
+def _code_at(reference: str) -> types.CodeType | None:
     try:
-        return _code_of(find(f"{module}:{qualified}"))
+        return _code_of(find(reference))
     except (ImportError, AttributeError, ValueError, TypeError):  # odd names of modules, too
         return None
 
@@ -335,19 +331,6 @@ def _file_of(kind: type) -> str:
 def _methods(kind: type) -> list[list[str]]:
     codes = ((name, _code_of(value)) for name, value in sorted(vars(kind).items()))
     return [[name, code_digest(code)] for name, code in codes if code is not None]
-
-
-def _source_difference(name: str, source: Mapping[str, Any]) -> str:
-    try:
-        if source["file"] and file_digest(name) != source["file"]:
-            return f"the source of {name} has changed"
-        for qualified, expected in source["functions"].items():
-            code = _code_at(name, qualified)
-            if code is None or code_digest(code) != expected:
-                return f"{name}.{qualified} is not the function that was compiled"
-    except (NotPrecompilable, KeyError, ImportError) as error:
-        return f"the source of {name} cannot be compared: {error}"
-    return ""
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import msgspec
 
 from compile_cache.errors import ArtifactError
 from compile_cache.files import replacing
-from compile_cache.key.environment import digest
 
 # The folder of all artifacts, inside a cache directory.
 PRECOMPILED = "precompiled"
@@ -53,7 +52,8 @@ class _Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The file's name."""
-        return digest([dict(self.key), dict(self.record)]) + SUFFIX
+        named = msgspec.msgpack.encode([self.key, self.record], order="sorted")
+        return hashlib.sha256(named).hexdigest()[:32] + SUFFIX
 
 
 def write_artifact(group: Path, key: Mapping[str, Any], record: Mapping[str, Any], payload: bytes) -> str:
@@ -62,7 +62,7 @@ def write_artifact(group: Path, key: Mapping[str, Any], record: Mapping[str, Any
     Raises:
         OSError: the artifact cannot be written.
     """
-    artifact = _Artifact(key, record, _sha256(payload), payload)
+    artifact = _Artifact(key, record, hashlib.sha256(payload).hexdigest(), payload)
     with replacing(group / artifact.name) as file:
         file.write(msgspec.msgpack.encode(artifact))
     return artifact.name
@@ -76,7 +76,7 @@ def read_artifact(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], byt
         OSError: the artifact cannot be read.
     """
     artifact = _read(path)
-    if artifact.sha256 != _sha256(artifact.payload):
+    if artifact.sha256 != hashlib.sha256(artifact.payload).hexdigest():
         raise ArtifactError("it is damaged: its function does not match its checksum")
     return artifact.key, artifact.record, artifact.payload
 
@@ -101,7 +101,3 @@ def _read(path: Path) -> _Artifact:
     if artifact.name != path.name:
         raise ArtifactError("its name does not match its content")
     return artifact
-
-
-def _sha256(payload: bytes) -> str:
-    return hashlib.sha256(payload).hexdigest()

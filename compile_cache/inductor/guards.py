@@ -87,7 +87,7 @@ class RecordedGuard:
 
     expression: str
     kind: str
-    key: str | int | None
+    key: Any  # for which attribute or key it asks: a text, a number or bytes
     was: str
     is_stored: bool = False  # in every call, torch compares the value with its value at loading
 
@@ -183,7 +183,7 @@ class Recorder:
         self, name: str, kind: str, value: Any, entry: GuardFilterEntry | None = None, is_stored: bool = False
     ) -> None:
         try:
-            key = _parameter(entry) if entry and kind in _BY_CONTENT else None
+            key = _given(entry) if entry and kind in _BY_CONTENT else None
             expression = self._in_modules(name)
             was = digest([self._salt, expression, _description(kind, value, key)])
             self._found[RecordedGuard(expression, kind, key, was, is_stored)] = None
@@ -226,13 +226,8 @@ def _has_equals(value: Any) -> bool:
     return type(value) in (float, complex) and value == 0
 
 
-def _parameter(entry: GuardFilterEntry) -> str | int:
-    """The attribute or the key that a guard asks for, as it is stored."""
-    given = _given(entry)
-    return repr(given) if isinstance(given, bytes) else given
-
-
 def _given(entry: GuardFilterEntry) -> str | int | bytes:
+    """The attribute or the key that a guard asks for."""
     create = entry.orig_guard.create_fn
     name, _ = _BY_CONTENT[entry.guard_type]
     given = create.keywords.get(name, *create.args[:1]) if isinstance(create, functools.partial) else None
@@ -244,7 +239,7 @@ def _given(entry: GuardFilterEntry) -> str | int | bytes:
 def _description(kind: str, value: Any, key: Any) -> Description:
     if kind in _BY_CONTENT:
         _, contains = _BY_CONTENT[kind]
-        return contains(value, _key_of(key))
+        return contains(value, key)
     if kind in _BY_LENGTH:
         return [class_name(type(value)), len(value)]
     if kind in _BY_KEYS:
@@ -260,11 +255,6 @@ def _numbers(values: tuple[Any, ...]) -> list[int]:
     """For each value, the number of the first that is the same object."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(id(value), number) for number, value in enumerate(values)]
-
-
-def _key_of(text: Any) -> Any:
-    is_bytes = isinstance(text, str) and text.startswith(("b'", 'b"')) and text[-1:] == text[1]
-    return text[2:-1].encode() if is_bytes else text
 
 
 def _has_identity(value: Any) -> bool:
@@ -358,8 +348,7 @@ class _Condition:
         kind = f"type({expression}) is {self._constant(type(value))}"
         if guard.kind in _BY_CONTENT:
             _, contains = _BY_CONTENT[guard.kind]
-            key = _key_of(guard.key)
-            term = f"{self._constant(contains)}({expression}, {key!r}) is {contains(value, key)}"
+            term = f"{self._constant(contains)}({expression}, {guard.key!r}) is {contains(value, guard.key)}"
         elif guard.kind == _SAME_OBJECTS:
             term = f"{self._constant(_numbers)}({expression}) == {_numbers(value)}"
         elif guard.kind in _BY_LENGTH:
