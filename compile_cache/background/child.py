@@ -90,11 +90,11 @@ class CompilingProcess:
             watched, held = os.pipe()
             theirs.callback(os.close, watched)
             ours.callback(os.close, held)
-            output = theirs.enter_context(log.open("ab"))
-            self._child = _spawn((its_channel.fileno(), watched), output.fileno(), environ)
+            self._output = ours.enter_context(log.open("a+b"))
+            self._child = _spawn((its_channel.fileno(), watched), self._output.fileno(), environ)
             self._held = ours.pop_all()
         self._log = log
-        self._log_start = _bound(log)
+        self._log_start = self._bound_log()
         self._server = os.getpid()
         self._is_ready = False
         self._is_stopped = False
@@ -124,7 +124,7 @@ class CompilingProcess:
         """
         with self._answering:
             if self._is_ready:
-                self._log_start = _bound(self._log)
+                self._log_start = self._bound_log()
             try:
                 is_error, body = self._exchange(order, timeout_s)
             except TimeoutError:
@@ -200,36 +200,29 @@ class CompilingProcess:
         deadline = time.monotonic() + _LOOK_S  # a child that ends closes its files first
         while (is_alive := self.is_alive) and time.monotonic() < deadline:
             time.sleep(_LOOK_S / 100)
+        last_line = self._last_line()
         self.stop()
         how = "broke off the exchange and was ended" if is_alive else _in_words(self._child.returncode)
-        return self._death(f"The compiling process {how}. {self._last_line()}")
+        return self._death(f"The compiling process {how}. {last_line}")
 
     def _death(self, told: str) -> ProcessDied:
         return ProcessDied(told) if self._is_ready else ProcessNotReady(told)
 
+    def _bound_log(self) -> int:
+        """The size of the log in bytes. A log that is too large is emptied first; its writers append, so they go on."""
+        if os.fstat(self._output.fileno()).st_size > _LOG_LIMIT_BYTES:
+            self._output.truncate(0)
+        return self._output.seek(0, os.SEEK_END)
+
     def _last_line(self) -> str:
         """The log's last line about the current order, before Python's own dump of a crash."""
-        try:
-            with self._log.open("rb") as file:
-                size_bytes = file.seek(0, os.SEEK_END)
-                file.seek(max(size_bytes - _LOG_TAIL_BYTES, min(self._log_start, size_bytes)))
-                text = file.read().decode(errors="replace")
-        except OSError as error:
-            return f"Its log cannot be read: {error}."
+        size_bytes = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(size_bytes - _LOG_TAIL_BYTES, min(self._log_start, size_bytes)))
+        text = self._output.read().decode(errors="replace")
         lines = [line for line in text.partition(_CRASH_DUMP)[0].splitlines() if line.strip()]
         if not lines:
             return f"It wrote no last line into {self._log}."
         return f"The last line of {self._log}: {lines[-1].strip()[:_LONGEST_LINE]}"
-
-
-def _bound(log_file: Path) -> int:
-    """The size of a log in bytes. A log that is too large is emptied first; its writers append, so they go on."""
-    try:
-        if log_file.stat().st_size > _LOG_LIMIT_BYTES:
-            os.truncate(log_file, 0)
-        return log_file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -256,10 +249,7 @@ def _in_words(exit_code: int | None) -> str:
         return "hangs in the kernel"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-exit_code}"
+    name = signal.Signals(-exit_code).name
     return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")
 
 

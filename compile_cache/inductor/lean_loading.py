@@ -52,11 +52,15 @@ _LOADER = (
 @contextlib.contextmanager
 def lean() -> Iterator[None]:
     """Load functions without what a boot leaves out, while the context lasts. One thread at a time."""
+    results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
+    result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
     with (
         # Generated code asks for worker processes before it finds that its kernels exist.
         torch._inductor.config.patch(compile_threads=1),
         without_compiler(),
         mock.patch.object(guards, "get_verbose_code_parts", _code_alone, create=True),
+        # torch copies the function, with the records of all its kernels, so that it could be stored again.
+        mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
     ):
         yield
 
