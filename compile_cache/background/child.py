@@ -123,9 +123,9 @@ class CompilingProcess:
         `ProcessNotReady`, the process and its whole group have ended.
         """
         with self._answering:
-            if self._is_ready:
-                self._log_start = self._bound_log()
             try:
+                if self._is_ready:
+                    self._log_start = self._bound_log()
                 is_error, body = self._exchange(order, timeout_s)
             except TimeoutError:
                 self.stop()

@@ -193,11 +193,11 @@ class UsedStorage:
 
     index: int
     storage: torch.UntypedStorage = field(repr=False)
-    low: int
-    high: int
     dtype: torch.dtype | None
-    is_shared: bool
-    is_weight: bool
+    low: int = 0
+    high: int = 0
+    is_shared: bool = True
+    is_weight: bool = True
 
     def use(self, low: int, high: int, dtype: torch.dtype, is_shared: bool, is_weight: bool) -> None:
         """Add a tensor. The storage is shared, or a weight's, only if all its tensors are."""
@@ -258,13 +258,9 @@ class TensorDescriber:
         low, high = span(tensor)
         is_shared = self._may_share(tensor)
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
-        storage = tensor.untyped_storage()
-        used = self._used.get(key := storage_key(tensor))
-        if used is None:
-            used = UsedStorage(len(self._used), storage, low, high, tensor.dtype, is_shared, is_weight)
-            self._used[key] = used
-        else:
-            used.use(low, high, tensor.dtype, is_shared, is_weight)
+        new = UsedStorage(len(self._used), tensor.untyped_storage(), tensor.dtype)
+        used = self._used.setdefault(storage_key(tensor), new)
+        used.use(low, high, tensor.dtype, is_shared, is_weight)
         return used
 
     def _may_share(self, tensor: torch.Tensor) -> bool:

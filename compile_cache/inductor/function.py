@@ -82,12 +82,13 @@ class Precompiled:
         """
         try:
             externals = {name: find(name) for name in record.globals}
-            self._loaded = load_function(payload, externals, record.torch_key, record.triton_key)
+            loaded = load_function(payload, externals, record.torch_key, record.triton_key)
             self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
         self.path = path
-        self._function, self._check_guards = self._loaded.function, self._loaded.guards.check
+        self._function, self._guards = loaded
+        self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
         self._accepted: _Accepted | None = None
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
@@ -104,7 +105,7 @@ class Precompiled:
         now = switches(is_on_gpu)
         if accepted and (reason := changed_switches(accepted.switches, now)):
             return reason
-        if module in self._parts and (reason := self._loaded.failed_guard(inputs)):  # most differences, and soon
+        if module in self._parts and (reason := self._failed_guard(inputs)):  # most differences, and soon
             return reason
         if reason := why_not_ahead(module):
             return reason
@@ -114,12 +115,19 @@ class Precompiled:
             return "a class has another `forward`"
         if accepted and accepted.overlaps != overlaps:
             return "other inputs share memory"
-        if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
+        if difference := self._checks.difference(inputs) or self._failed_guard(inputs):
             return difference
         if accepted is None:
             self._accepted = _Accepted(is_on_gpu, now, parts.forwards, overlaps, self._checks.per_call(inputs))
         self._parts[module] = parts
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
+
+    def _failed_guard(self, inputs: Mapping[str, Any]) -> str:
+        """The guard that refuses a call, in words; empty if none does."""
+        if self._check_guards(inputs):
+            return ""
+        failed = self._guards.check_verbose(inputs).verbose_code_parts
+        return f"guard failed: {str(failed[0]).partition('#')[0].strip()[:200]}" if failed else "a guard failed"
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the function fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
@@ -158,7 +166,7 @@ def compile_ahead(
     """
     recorder = Recorder(on_gpu(module, args, kwargs), salt)
     try:
-        compilation = compile_call((module, args, kwargs), mode, dynamic, recorder, recorder.alias_guard)
+        compilation = compile_call((module, args, kwargs), mode, dynamic, recorder)
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time

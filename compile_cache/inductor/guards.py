@@ -282,17 +282,11 @@ class Checks:
         # By the identity of a guard, the description that it met: the digest of an equal one need not be made.
         self._met: dict[int, Description] = {}
 
-    def difference(self) -> str:
-        """The first changed global, in words; empty if none changed."""
-        return self._first_difference(self._global, {})
-
-    def local_difference(self, inputs: Mapping[str, Any]) -> str:
-        """The first change below a call's `inputs` (module, args and kwargs); empty if none changed."""
-        return self._first_difference(self._local, inputs)
-
-    def _first_difference(self, guards: Sequence[RecordedGuard], inputs: Mapping[str, Any]) -> str:
+    def difference(self, inputs: Mapping[str, Any] | None = None) -> str:
+        """The first change below a call's `inputs` (module, args and kwargs), or without them the first changed global;
+        empty if none changed."""
         scope = {**self._scope, "L": inputs}
-        for guard in guards:
+        for guard in self._global if inputs is None else self._local:
             try:
                 now = _description(guard.kind, eval(_compiled(guard.expression), scope), guard.key)
             except Exception as error:  # the expression may read any object

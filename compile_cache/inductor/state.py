@@ -143,16 +143,15 @@ def set_autocast(device: str, dtype: str) -> None:
 
 
 @contextlib.contextmanager
-def modes_of(described: Any) -> Iterator[None]:
+def modes_of(described: Mapping[str, str]) -> Iterator[None]:
     """The modes of `described`, a result of `describe_switches` that was read from a file: those of which a call has
     guards."""
-    modes = described if isinstance(described, Mapping) else {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.inference_mode(modes.get("inference mode") == "True"))
+        stack.enter_context(torch.inference_mode(described["inference mode"] == "True"))
         for name, device in AUTOCAST.items():
             stack.callback(set_autocast, device, autocast_dtype(device))
-            set_autocast(device, str(modes.get(name) or ""))
+            set_autocast(device, described[name])
         yield
 
 

@@ -332,7 +332,7 @@ def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> 
     """
     if difference := record.difference():
         raise ArtifactError(difference)
-    with modes_of(key.get("switches")):  # guards are made for the modes of the thread that loads
+    with modes_of(key["switches"]):  # guards are made for the modes of the thread that loads
         return Precompiled(path, record, payload)
 
 
