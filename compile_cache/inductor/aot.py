@@ -189,9 +189,7 @@ def without_texts(value: Any) -> Any:
     return type(value)(map(without_texts, value)) if type(value) in (list, tuple, set, frozenset) else value
 
 
-def load_function(
-    payload: bytes, externals: dict[str, Any], torch_key: str, triton_key: str
-) -> tuple[Callable[..., Any], Any]:
+def load_function(payload: bytes, externals: dict[str, Any], torch_key: str, triton_key: str) -> tuple[Any, Any]:
     """Unpickle a compiled function, which must be verified, and the guards that torch stored with it. The keys are
     those of the process that compiled it.
 

@@ -82,12 +82,11 @@ class Precompiled:
         """
         try:
             externals = {name: find(name) for name in record.globals}
-            loaded = load_function(payload, externals, record.torch_key, record.triton_key)
+            self._function, self._guards = load_function(payload, externals, record.torch_key, record.triton_key)
             self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
         self.path = path
-        self._function, self._guards = loaded
         self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
         self._accepted: _Accepted | None = None

@@ -298,9 +298,6 @@ class Checks:
                 self._met[id(guard)] = now
         return ""
 
-    def _evaluate(self, expression: str, inputs: Mapping[str, Any]) -> Any:
-        return eval(_compiled(expression), {**self._scope, "L": inputs})
-
     def per_call(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
         """A function of a call's inputs: whether all values that a program may change are still as now.
 
@@ -308,15 +305,15 @@ class Checks:
         """
         guards = [guard for guard in (*self._global, *self._local) if guard.is_checked_per_call]
         values = {guard.expression for guard in guards if guard.kind in _BY_VALUE}
-        condition = _Condition(self._modules)
+        condition, scope = _Condition(self._modules), {**self._scope, "L": inputs}
         # A function comes before its parts.
         for guard in sorted(guards, key=lambda guard: len(guard.expression)):
             if guard.kind in _BY_CONTENT and guard.expression in values:  # the whole value is compared
                 continue
-            value = self._evaluate(guard.expression, inputs)
+            value = eval(_compiled(guard.expression), scope)
             default = _DEFAULT.match(guard.expression)
             if default and (not default[2] or isinstance(value, _UNCHANGING)):
-                condition.add_same(default[1], self._evaluate(default[1], inputs))
+                condition.add_same(default[1], eval(_compiled(default[1]), scope))
             else:
                 condition.add(guard, value)
         check: Callable[[Mapping[str, Any]], bool] = eval(condition.source(), {**self._scope, **condition.values})

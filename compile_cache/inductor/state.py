@@ -108,8 +108,6 @@ CONTEXTS = {
     "function modes": "torch.set_default_device() or another function mode",
     "dispatch modes": "a dispatch mode",
 }
-# The devices of autocast, by switch.
-AUTOCAST = {"autocast on CPU": "cpu", "autocast on CUDA": "cuda"}
 
 _READERS = tuple(SWITCHES.values())
 _READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "threads")
@@ -149,9 +147,9 @@ def modes_of(described: Mapping[str, str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.inference_mode(described["inference mode"] == "True"))
-        for name, device in AUTOCAST.items():
-            stack.callback(set_autocast, device, autocast_dtype(device))
-            set_autocast(device, described[name])
+        for name in ("autocast on CPU", "autocast on CUDA"):
+            stack.callback(SETTERS[name], SWITCHES[name]())
+            SETTERS[name](described[name])
         yield
 
 
@@ -258,6 +256,7 @@ class ServerState:
 
         Raises:
             NotHandedOver: another process cannot have this state. The error names the part that it cannot have.
+            AttributeError: this torch keeps its options in another way.
         """
         values = switches(on_gpu)
         by_name = dict(zip(SWITCHES, values, strict=False))
@@ -267,7 +266,7 @@ class ServerState:
             on_gpu,
             values,
             precisions(),
-            _options(),
+            tuple(Option(module, name, _pack(value, f"{module}.{name}")) for module, name, value in changed_options()),
             tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             tuple(_registered),
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
@@ -331,14 +330,6 @@ class ServerState:
         different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
-
-
-def _options() -> tuple[Option, ...]:
-    try:
-        changed = list(changed_options())
-    except AttributeError as error:
-        raise NotHandedOver(f"torch {torch.__version__} does not tell which options are set: {error}") from error
-    return tuple(Option(module, name, _pack(value, f"{module}.{name}")) for module, name, value in changed)
 
 
 def _make_option(option: Option, stack: contextlib.ExitStack) -> None:

@@ -52,7 +52,6 @@ log = logging.getLogger("compile_cache")
 # different threads, so each calls `configure_torch` before it compiles or loads something.
 _IS_CONFIGURED: ContextVar[bool] = ContextVar("compile_cache_is_configured", default=False)
 
-TOOLCHAIN = "toolchain"
 # The folder of the answers: the cache directory's that was opened last.
 _folder: Path | None = None
 
@@ -66,7 +65,7 @@ _UNNAMED = "triton_"
 def remember_toolchain(directory: Path) -> None:
     """Store the answers in this cache directory from now on, and use the stored answers."""
     global _folder
-    _folder = directory / TOOLCHAIN
+    _folder = directory / "toolchain"
 
 
 def configure_torch() -> None:
@@ -139,26 +138,21 @@ def _remembering(check_build: Any) -> Any:
     @functools.wraps(check_build)
     def remembering(isa: Any, code: str) -> bool:
         question = [str(isa), isa.build_arch_flags(), isa._arch_flags, code, environment.instruction_flags()]
+        answer = json.dumps({"question": question, "answer": True}).encode()
         path = _folder / f"{digest(question)}.json" if _folder else None
-        if path is not None and _is_known(path):
-            return True
+        with contextlib.suppress(OSError):  # it is not known
+            if path is not None and path.read_bytes() == answer:
+                return True
         loads = bool(check_build(isa, code))
         if loads and path is not None:
             try:
                 with replacing(path) as file:
-                    file.write(json.dumps({"question": question, "answer": True}).encode())
+                    file.write(answer)
             except OSError as error:  # the next boot asks again
                 log.info("toolchain.not_remembered error=%r", error)
         return loads
 
     return remembering
-
-
-def _is_known(path: Path) -> bool:
-    try:
-        return json.loads(path.read_bytes())["answer"] is True
-    except (OSError, ValueError, KeyError, TypeError):  # there is no readable answer
-        return False
 
 
 def _trim_bundles() -> None:
