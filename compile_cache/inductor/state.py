@@ -266,7 +266,7 @@ class ServerState:
             on_gpu,
             values,
             precisions(),
-            tuple(Option(module, name, _pack(value, f"{module}.{name}")) for module, name, value in changed_options()),
+            tuple(_packed(*option) for option in changed_options()),
             tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             tuple(_registered),
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
@@ -399,8 +399,8 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pack(value: Any, name: str) -> bytes:
-    """`value`, pickled for another process. An error calls it `name`.
+def _packed(module: str, name: str, value: Any) -> Option:
+    """An option for another process.
 
     Raises:
         NotHandedOver: `value` cannot be pickled, or another process cannot import a part of it.
@@ -410,7 +410,7 @@ def _pack(value: Any, name: str) -> bytes:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:  # whatever a value's own __reduce__ raises
         raise NotHandedOver(
-            f"{name} cannot be handed to the compiling process: {error}. Define functions and classes at the top "
-            "level of a module that can be imported."
+            f"{module}.{name} cannot be handed to the compiling process: {error}. Define functions and classes at the "
+            "top level of a module that can be imported."
         ) from error
-    return buffer.getvalue()
+    return Option(module, name, buffer.getvalue())
