@@ -290,13 +290,15 @@ def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
 
 
 def _check(tensor: torch.Tensor) -> None:
+    kind = f"a {type(tensor).__name__}"
     if tensor.is_nested:
         raise NotHandedOver("a nested tensor cannot be handed over: torch.compile makes no graph of it")
     if tensor.layout != torch.strided:
         raise NotHandedOver(f"a tensor of the layout {tensor.layout} cannot be handed over")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        name = type(tensor).__name__
-        raise NotHandedOver(f"a {name} cannot be handed over: its class defines operators and no parts")
+        raise NotHandedOver(f"{kind} cannot be handed over: its class defines operators and no parts")
+    if nn.parameter.is_lazy(tensor):
+        raise NotHandedOver(f"{kind} cannot be handed over: it has no shape yet")
     if tensor.device.type == "meta":
         raise NotHandedOver("a tensor on the device meta cannot be handed over: it has no storage")
     if tensor.is_quantized:

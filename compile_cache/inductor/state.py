@@ -215,8 +215,6 @@ def changed_options() -> Iterator[tuple[str, str, Any]]:
 _registered: dict[str, None] = {}
 # A context variable, as torch's options are: on torch 2.13 an option holds in one thread only.
 _RUN: ContextVar[frozenset[str]] = ContextVar("compile_cache_preparations", default=frozenset())
-# The compiler imports Triton itself. The server has imported the compiler before it looks for an artifact.
-_IMPORTED_BY_COMPILER = ("triton",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +305,8 @@ class ServerState:
         with _making("gradients and inference mode"):
             stack.enter_context(torch.inference_mode(values["inference mode"]))  # it sets both
             stack.enter_context(torch.set_grad_enabled(values["gradients"]))
-        before = precisions()
         with _making("float32 matmul precision"):
-            stack.callback(set_precisions, before)
+            stack.callback(set_precisions, precisions())
             set_precisions(self.precisions)
         for name, value in values.items():
             old = SWITCHES[name]()
@@ -326,7 +323,8 @@ class ServerState:
         said = 0 if self.precisions[0] else 1  # in the server, torch refused to tell the first one
         if (now := precisions()[said:]) != (then := self.precisions[said:]):
             different.append(f"the precisions of float32 operations are {now}, and were {then} in the server")
-        own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages, _IMPORTED_BY_COMPILER)
+        # The compiler imports Triton itself. The server has imported the compiler before it looks for an artifact.
+        own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages, ["triton"])
         different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
