@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "demo"))
 from cog_server import CogServer, files
 
 MARK = "SOAK_LIFE"
-_COMPILER = b"compile_cache.background.child_main"
+_COMPILER = b"compile_cache.background.child"
 _LOOK_S = 0.05
 
 

@@ -20,11 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.function import Precompiled
-from compile_cache.inductor.state import Option, ServerState, prepare_with
-from compile_cache.inductor.switches import (
+from compile_cache.inductor.state import (
     CONTEXTS,
     SWITCHES,
+    Option,
+    ServerState,
     precisions,
+    prepare_with,
     set_precisions,
     settle_attention_priority,
     switches,

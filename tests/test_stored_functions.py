@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 import re
 import shutil
@@ -14,6 +13,7 @@ from typing import ClassVar
 from unittest import mock
 
 import blocks
+import msgspec
 import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
@@ -38,7 +38,7 @@ from compile_cache.errors import ArtifactError
 from compile_cache.inductor import function as precompiled
 from compile_cache.inductor import stored_functions as stored_artifacts
 from compile_cache.inductor.function import Precompiled
-from compile_cache.inductor.function_file import _LENGTH, _MAGIC, read_artifact, write_artifact
+from compile_cache.inductor.function_file import read_artifact, write_artifact
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.key.environment import instruction_flags
 from compile_cache.settings import Settings
@@ -70,17 +70,13 @@ def artifact_of(directory, module_class):
 
 
 def payload_start(content: bytes) -> int:
-    (length,) = _LENGTH.unpack(content[len(_MAGIC) : len(_MAGIC) + _LENGTH.size])
-    return len(_MAGIC) + _LENGTH.size + length
+    return content.index(msgspec.msgpack.decode(content)["payload"])
 
 
 def with_payload(content: bytes, payload: bytes) -> bytes:
     """The same artifact with other content, and its true checksum."""
-    start = payload_start(content)
-    header = json.loads(content[len(_MAGIC) + _LENGTH.size : start])
-    header["sha256"] = hashlib.sha256(payload).hexdigest()
-    encoded = json.dumps(header, sort_keys=True).encode()
-    return _MAGIC + _LENGTH.pack(len(encoded)) + encoded + payload
+    changed = {"payload": payload, "sha256": hashlib.sha256(payload).hexdigest()}
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(content) | changed)
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -92,12 +88,11 @@ DAMAGES = {
     "cut in the header": lambda content: content[:40],
     "cut in the payload": lambda content: content[:-1],
     "longer": lambda content: content + b"\0",
-    "another magic": lambda content: flipped(content, 7),
-    "another length": lambda content: flipped(content, len(_MAGIC) + 3),
-    "a flipped bit in the header": lambda content: flipped(content, payload_start(content) // 2),
+    "another kind of message": lambda content: flipped(content, 0),
+    "a flipped bit in the record": lambda content: flipped(content, payload_start(content) // 2),
     "a flipped bit in the payload": lambda content: flipped(content, payload_start(content) + 100),
-    "a header that is no object": lambda content: _MAGIC + _LENGTH.pack(2) + b"[]" + content[payload_start(content) :],
-    "no key": lambda content: _MAGIC + _LENGTH.pack(2) + b"{}" + content[payload_start(content) :],
+    "a message that is no object": lambda content: msgspec.msgpack.encode([]),
+    "no key": lambda content: msgspec.msgpack.encode({}),
 }
 FOREIGN = {
     "garbage that its checksum covers": lambda content: with_payload(content, b"garbage"),
@@ -126,7 +121,7 @@ class Executed:
 def test_damaged_artifact_is_not_unpickled(restored):
     path = artifact_of(restored, Block)
     content = path.read_bytes()
-    path.write_bytes(content[: payload_start(content)] + pickle.dumps(Executed()))
+    path.write_bytes(msgspec.msgpack.encode(msgspec.msgpack.decode(content) | {"payload": pickle.dumps(Executed())}))
     Executed.traces.clear()
     find(restored, build(Block), tensor())
     assert Executed.traces == []

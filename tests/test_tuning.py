@@ -12,13 +12,13 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_heuristics
 from torch._inductor.triton_bundler import TritonBundle, TritonKernelArtifact, TritonKernelArtifacts
 
-from compile_cache.inductor import tuning as autotuner
+from compile_cache.inductor import toolchain as autotuner
 
 PARTS = ("cubin", "ptx", "ttir", "ttgir", "llir", "source", "json")
 
 
 class Autotuner:
-    """What tuning.py asks of torch's."""
+    """What toolchain.py asks of torch's."""
 
     def __init__(self, name: str, results: list[str], winners: list[str], is_static: bool = True) -> None:
         self.fn = types.SimpleNamespace(__name__=name)

@@ -1,33 +1,48 @@
-"""The server's side: a handle of the second process, which answers one order at a time and ends with the server."""
+"""The second process, which answers one order at a time: its handle in the server, and its own start, loop and end.
+
+`CompilingProcess` and what follows it is the server's side. `main` and what follows it is the second process's side. It
+leads a process group, to which compilers that an order starts belong.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import fcntl
+import gc
 import json
 import logging
 import os
+import re
+import resource
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
-from compile_cache.background.child_main import encode, read_message
-from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady
+from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady, causes
+from compile_cache.importable import find
 
 log = logging.getLogger("compile_cache")
+
+Handler = Callable[[bytes], bytes]
 
 # This sets the server's import path first, because compile_cache itself may be on that path only.
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
-from compile_cache.background.child_main import main
+from compile_cache.background.child import main
 main()
 """
-# How often a wait checks that the process lives. A process left by an order may keep the channel open.
+# How often a wait checks that the other process lives. A process left by an order may keep the channel open.
 _LOOK_S = 0.5
 # A killed process that lasts longer hangs in the kernel. The exit does not wait for it.
 _END_S = 5.0
@@ -35,6 +50,20 @@ _LOG_LIMIT_BYTES = 8 << 20
 _LOG_TAIL_BYTES = 16 << 10
 _LONGEST_LINE = 300
 _CRASH_DUMP = "Fatal Python error"  # how faulthandler's lines begin
+CGROUP = Path("/sys/fs/cgroup")
+_NICENESS = 10
+# torch has no more, on a host of any size (torch/_inductor/config.py).
+_MOST_THREADS = 32
+_MOST_CHARACTERS = 1000  # of an error's message, in one line
+# Errors of the process, not of its order: no memory, or a GPU context that an earlier error has broken.
+_OF_PROCESS = re.compile(
+    "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP)( driver)? error|(CUDNN|CUBLAS)_STATUS",
+    re.IGNORECASE,
+)
+# Of a message: whether it is an error, and the length of its body.
+_HEADER = struct.Struct("!BQ")
+# The most bytes of one read. Memory grows as bytes arrive, whatever length a header claims.
+_CHUNK_BYTES = 1 << 20
 
 
 class CompilingProcess:
@@ -54,18 +83,18 @@ class CompilingProcess:
         """
         # Sent with the first order, which follows at once.
         self._unsent = encode(handler.encode() + b"\0" + setup)
-        with ExitStack() as theirs, ExitStack() as ours:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             self._channel, its_channel = socket.socketpair()
             ours.enter_context(self._channel)
             theirs.enter_context(its_channel)
             watched, held = os.pipe()
             theirs.callback(os.close, watched)
             ours.callback(os.close, held)
-            output = theirs.enter_context(log.open("ab"))
-            self._child = _spawn((its_channel.fileno(), watched), output.fileno(), environ)
+            self._output = ours.enter_context(log.open("a+b"))
+            self._child = _spawn((its_channel.fileno(), watched), self._output.fileno(), environ)
             self._held = ours.pop_all()
         self._log = log
-        self._log_start = _bound(log)
+        self._log_start = self._bound_log()
         self._server = os.getpid()
         self._is_ready = False
         self._is_stopped = False
@@ -94,9 +123,9 @@ class CompilingProcess:
         `ProcessNotReady`, the process and its whole group have ended.
         """
         with self._answering:
-            if self._is_ready:
-                self._log_start = _bound(self._log)
             try:
+                if self._is_ready:
+                    self._log_start = self._bound_log()
                 is_error, body = self._exchange(order, timeout_s)
             except TimeoutError:
                 self.stop()
@@ -124,7 +153,7 @@ class CompilingProcess:
 
     def _end_group(self) -> None:
         # The child is not reaped yet, so no other group can have its number.
-        with suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
         try:
             self._child.wait(_END_S)
@@ -171,36 +200,29 @@ class CompilingProcess:
         deadline = time.monotonic() + _LOOK_S  # a child that ends closes its files first
         while (is_alive := self.is_alive) and time.monotonic() < deadline:
             time.sleep(_LOOK_S / 100)
+        last_line = self._last_line()
         self.stop()
         how = "broke off the exchange and was ended" if is_alive else _in_words(self._child.returncode)
-        return self._death(f"The compiling process {how}. {self._last_line()}")
+        return self._death(f"The compiling process {how}. {last_line}")
 
     def _death(self, told: str) -> ProcessDied:
         return ProcessDied(told) if self._is_ready else ProcessNotReady(told)
 
+    def _bound_log(self) -> int:
+        """The size of the log in bytes. A log that is too large is emptied first; its writers append, so they go on."""
+        if os.fstat(self._output.fileno()).st_size > _LOG_LIMIT_BYTES:
+            self._output.truncate(0)
+        return self._output.seek(0, os.SEEK_END)
+
     def _last_line(self) -> str:
         """The log's last line about the current order, before Python's own dump of a crash."""
-        try:
-            with self._log.open("rb") as file:
-                size_bytes = file.seek(0, os.SEEK_END)
-                file.seek(max(size_bytes - _LOG_TAIL_BYTES, min(self._log_start, size_bytes)))
-                text = file.read().decode(errors="replace")
-        except OSError as error:
-            return f"Its log cannot be read: {error}."
+        size_bytes = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(size_bytes - _LOG_TAIL_BYTES, min(self._log_start, size_bytes)))
+        text = self._output.read().decode(errors="replace")
         lines = [line for line in text.partition(_CRASH_DUMP)[0].splitlines() if line.strip()]
         if not lines:
             return f"It wrote no last line into {self._log}."
         return f"The last line of {self._log}: {lines[-1].strip()[:_LONGEST_LINE]}"
-
-
-def _bound(log_file: Path) -> int:
-    """The size of a log in bytes. A log that is too large is emptied first; its writers append, so they go on."""
-    try:
-        if log_file.stat().st_size > _LOG_LIMIT_BYTES:
-            os.truncate(log_file, 0)
-        return log_file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -227,8 +249,165 @@ def _in_words(exit_code: int | None) -> str:
         return "hangs in the kernel"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-exit_code}"
+    name = signal.Signals(-exit_code).name
     return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")
+
+
+def main() -> None:
+    """Serve until the server ends or hangs up. The command line has the file descriptors: see `_spawn`."""
+    server, channel, liveness = (int(text) for text in sys.argv[1:4])
+    del sys.argv[1:]  # libraries that a handler imports may read it
+    for descriptor in (channel, liveness):
+        os.set_inheritable(descriptor, False)
+    _end_with(server, liveness)
+    _give_way()
+    faulthandler.enable()
+    with contextlib.suppress(EOFError, OSError):
+        _serve(socket.socket(fileno=channel))
+    _end_group()
+
+
+def _serve(channel: socket.socket) -> None:
+    """Answer the setup, and then each order. Raises `EOFError` or `OSError` when the server has hung up."""
+    _, setup = read_message(channel.recv)
+    try:
+        handler = _handler(setup)
+    except BaseException as error:
+        channel.sendall(_failure(error))
+        while True:  # until the server has read the message: it may still be sending an order
+            read_message(channel.recv)
+    channel.sendall(encode(b""))
+    while True:
+        channel.sendall(_answer(handler, read_message(channel.recv)[1]))
+        gc.collect()  # a process that waits for its next order should not hold the last one's memory
+
+
+def _handler(setup: bytes) -> Handler:
+    """The handler. What its imports make stays, so garbage collections need not look at it, now and after each
+    order."""
+    name, _, argument = setup.partition(b"\0")
+    gc.disable()
+    try:
+        handler: Handler = find(name.decode())(argument)
+        return handler
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _answer(handler: Handler, order: bytes) -> bytes:
+    """The encoded answer. The process goes on after any error of an order, `SystemExit` included."""
+    try:
+        return encode(handler(order))
+    except BaseException as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> bytes:
+    """The message that tells the server of an error: the arguments of `OrderFailed`. The traceback goes to the log."""
+    with contextlib.suppress(OSError):  # a full disk
+        traceback.print_exception(error)
+    chain = [f"{type(link).__name__}: {link}" for link in causes(error)]
+    module = type(error).__module__
+    name = type(error).__qualname__
+    told = {
+        "error_type": name if module == "builtins" else f"{module}.{name}",
+        "message": " ".join(str(error).split())[:_MOST_CHARACTERS],
+        "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
+    }
+    return encode(json.dumps(told).encode(), is_error=True)
+
+
+def _give_way() -> None:
+    """Leave the CPU to predictions, and let a crash leave no core file."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads()))
+    with contextlib.suppress(OSError):
+        niceness = os.nice(_NICENESS)
+        # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
+        Path("/proc/self/autogroup").write_text(str(niceness))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def compile_threads() -> int:
+    """One for every two CPUs that this process may use, at most 32; on two or three CPUs, two.
+
+    torch would start one for each CPU, and ignore a container's quota. Then predictions have no CPU of their own: a low
+    priority makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its
+    quota, predictions stop too, whatever their priority.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    cpus = min(allowed, quota_cpus(CGROUP) or allowed)
+    return min(_MOST_THREADS, max(cpus // 2, min(cpus, 2)))
+
+
+def quota_cpus(cgroup: Path) -> int:
+    """The CPUs that a container's quota allows, rounded down, but at least 1; 0 without a quota.
+
+    Sources: cgroup v2's `cpu.max` ("max 100000" or "150000 100000", in µs), and v1's `cpu.cfs_quota_us` (-1: none) and
+    `cpu.cfs_period_us`.
+    """
+    try:
+        if (both := cgroup / "cpu.max").exists():
+            quota, period = both.read_text().split()
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return max(1, int(quota) // int(period)) if int(quota) > 0 else 0
+    except (OSError, ValueError, ZeroDivisionError):  # not Linux's files, or "max"
+        return 0
+
+
+def _end_with(server: int, liveness: int) -> None:
+    """From now on, end the whole process group when the process `server` ends, however it ends.
+
+    `liveness` is a pipe on which nothing is ever written. The server holds its other end. The kernel kills the group
+    when that end closes, even while C code holds Python's lock. A thread checks too, for two cases: the kernel does not
+    know F_SETSIG (gVisor), or a fork of the server outlives it and keeps the pipe open. PR_SET_PDEATHSIG is no way: it
+    follows the thread that started this process.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_watch, args=(server, liveness), name="compile-cache-watch", daemon=True).start()
+
+
+def _watch(server: int, liveness: int) -> NoReturn:
+    poll = select.poll()
+    poll.register(liveness, select.POLLIN)
+    while os.getppid() == server and not poll.poll(_LOOK_S * 1000):
+        pass
+    _end_group()
+
+
+def _end_group() -> NoReturn:
+    """Kill every process of the group. This process is one of them."""
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)  # not reached: SIGKILL cannot be held back
+
+
+def encode(body: bytes, is_error: bool = False) -> bytes:
+    """A message's bytes. The first message of the server is the setup: the handler's name, a zero byte and its
+    argument. Each other message is an order. The process answers each with an answer or an error."""
+    return _HEADER.pack(is_error, len(body)) + body
+
+
+def read_message(receive: Callable[[int], bytes]) -> tuple[bool, bytes]:
+    """Whether the next message is an error, and its body. `receive(n)` returns 1 to n bytes, and none at the end.
+
+    Raises `EOFError` if the other side has ended, `ValueError` if the bytes are no message.
+    """
+    is_error, size_bytes = _HEADER.unpack(_read(receive, _HEADER.size))
+    if is_error > 1:
+        raise ValueError("these bytes are no message")
+    return bool(is_error), _read(receive, size_bytes)
+
+
+def _read(receive: Callable[[int], bytes], size_bytes: int) -> bytes:
+    content = bytearray()
+    while len(content) < size_bytes:
+        chunk = receive(min(size_bytes - len(content), _CHUNK_BYTES))
+        if not chunk:
+            raise EOFError("the other side has ended")
+        content += chunk
+    return bytes(content)

@@ -24,8 +24,7 @@ from compile_cache.inductor.function_file import PRECOMPILED
 from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, make
 from compile_cache.inductor.state import ServerState
 from compile_cache.inductor.stored_functions import Artifacts
-from compile_cache.inductor.toolchain import configure_torch, remember_toolchain
-from compile_cache.inductor.tuning import surround_measurements, unread_files
+from compile_cache.inductor.toolchain import configure_torch, remember_toolchain, surround_measurements, unread_files
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import scan_folder
 
@@ -65,7 +64,7 @@ class _Maker:
         finally:
             forget_graphs()
             gc.collect()
-            _free()
+            torch.cuda.empty_cache()
         files = self._new_files(answer.path) if answer.path else ()
         has_found = answer.traced is not None and answer.traced.counts.hits > 0
         seconds = time.perf_counter() - started
@@ -82,7 +81,7 @@ class _Maker:
             pause = self._pace.measurement if on_gpu(*call) else contextlib.nullcontext
 
             def copies() -> Call:
-                _free()
+                torch.cuda.empty_cache()  # the server and its predictions may need that memory
                 return shadow.copied()
 
             answer = make(artifacts, graphs, copies, dynamic, pause, serves=False)
@@ -126,9 +125,3 @@ class Pace:
             pause_s = min(_PAUSE * (time.monotonic() - started), self._left_s)
         self._left_s -= pause_s
         time.sleep(pause_s)
-
-
-def _free() -> None:
-    """Free the GPU memory that torch keeps for later. The server and its predictions may need it."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()

@@ -147,14 +147,21 @@ class OrderQueue:
         self._process: CompilingProcess | None = None
 
     def put(self, order: Order) -> None:
-        """Queue an order and return at once."""
+        """Queue an order and return at once.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
         with self._putting:
             if self._is_closed:
                 order.answer.cancel()
                 return
-            self._orders.put((order.rank, next(self._numbers), order))
             if self._thread is None:  # a boot that has nothing to compile starts none
-                self._start_thread()
+                thread = threading.Thread(target=self._run, name="compile-cache-orders", daemon=True)
+                thread.start()
+                end_at_exit(thread, self.close)
+                self._thread = thread
+            self._orders.put((order.rank, next(self._numbers), order))
 
     @property
     def waiting(self) -> int:
@@ -183,16 +190,6 @@ class OrderQueue:
             process = self._process
         if process is not None:
             process.stop()
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name="compile-cache-orders", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            log.warning("background.no_thread error=%s Orders wait until the next one is made.", error)
-            return
-        self._thread = thread
-        end_at_exit(thread, self.close)
 
     def _run(self) -> None:
         self.released.wait()

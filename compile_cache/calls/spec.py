@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.overlaps import overlaps
+from compile_cache.calls.tensors import overlaps
 from compile_cache.errors import NoGraph
 
 # The module, args and kwargs of a call.

@@ -1,30 +1,41 @@
-"""Describes tensors without their contents, and makes tensors of the same layout in another process.
+"""Tensors of a call: which of them share memory, and whether the call writes there; and tensors without their contents,
+from which another process makes tensors of the same layout.
 
 The description of a tensor is its class, type, shape, strides and flags, and its place in a storage. The description
 of a storage is the range of bytes that its tensors use. Views of one storage therefore stay views of one storage.
 
 Nothing here reads, moves or writes the contents of a described tensor, and nothing waits for a device.
 
-This module imports torch, and is itself imported only when a boot has torch.
+This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import mmap
+import sys
+import types
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from compile_cache.errors import NotHandedOver
+from compile_cache.errors import ArtifactError, NotHandedOver, first_line
+
+if TYPE_CHECKING:
+    from compile_cache.calls.spec import Parts
 
 log = logging.getLogger("compile_cache")
 
+_OWN_TENSORS = (torch.Tensor, nn.Parameter)
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 _STORAGE_ALIGNMENT_BYTES = 64
 # Where torch's allocator begins storages on a GPU.
@@ -46,17 +57,147 @@ Chosen = Callable[[torch.Tensor], bool] | None
 Handle = tuple[Any, ...]
 
 
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    first = int(tensor.storage_offset())
+    shape = tensor.shape
+    if 0 in shape:
+        return 0, 0
+    items = 1 + sum((int(size) - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (first + items) * tensor.itemsize
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, as long as that exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
+    """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
+
+    torch's guards see when two inputs are one object. They do not see whether inputs overlap.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < 2:
+        return (0,) * len(tensors)
+    storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
+    if len(set(storages)) == len(storages):
+        return tuple(range(len(storages)))
+    spans = [
+        (storage, *(span(tensor) if _is_strided(tensor) else (0, 1)))
+        for storage, tensor in zip(storages, tensors, strict=True)
+    ]
+    return tuple([next(number for number, other in enumerate(spans) if _is_overlap(one, other)) for one in spans])
+
+
+def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts) -> tuple[int, ...]:
+    """The `overlaps` of a call's inputs and its module's buffers."""
+    values = (*args, *kwargs.values())
+    is_nested = any(isinstance(value, list | tuple | dict) for value in values)
+    return overlaps([*(_pytree.tree_leaves(values) if is_nested else values), *parts.buffers])
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and type(tensor) in _OWN_TENSORS and not tensor.is_nested
+
+
+def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return one is other or (one[0] == other[0] and one[1] < other[2] and other[1] < one[2])
+
+
+def reachable_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors that a call can reach, each once: its module's, its inputs, and those that objects among these hold.
+    It runs nothing of an object's own, such as `__getattr__`."""
+    tensors, seen, values = list[torch.Tensor](), dict[int, Any](), list[Any]([module, args, kwargs])
+    while values:
+        value = values.pop()
+        kind = type(value)
+        if id(value) in seen or issubclass(kind, type | types.ModuleType):
+            continue
+        seen[id(value)] = value
+        if issubclass(kind, torch.Tensor) and not value.is_nested:
+            tensors.append(value)
+        if issubclass(kind, dict):
+            values += dict.values(value)
+        elif issubclass(kind, list | tuple | set | frozenset):
+            values += value
+        if kind.__dictoffset__:
+            values += vars(value).values()
+        for name in slots_of(kind):  # type: ignore[arg-type]
+            with contextlib.suppress(AttributeError):  # it is not set
+                values.append(object.__getattribute__(value, name))
+    return tensors
+
+
+@functools.cache
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """The names of the slots of a class and of those that it inherits from."""
+    slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call, which is run for it if tensors of it overlap, writes into memory that they share.
+
+    torch compiles such a call for a base that it finds or makes in place of the tensors (torch/_functorch,
+    `merge_view_inputs`), so the code depends on more than its guards say. It takes tensors of one storage for disjoint
+    if they are contiguous and have no byte in common.
+
+    Raises:
+        ArtifactError: the run failed.
+        MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
+    """
+    overlapping, spans = set[int](), defaultdict[int, list[tuple[int, int]]](list)
+    for tensor in filter(_is_strided, reachable_tensors(module, args, kwargs)):
+        if not tensor.numel():
+            continue
+        storage, (low, high) = storage_key(tensor), span(tensor)
+        if not tensor.is_contiguous():
+            low, high = 0, sys.maxsize
+        if any(low < other_high and other_low < high for other_low, other_high in spans[storage]):
+            overlapping.add(storage)
+        spans[storage].append((low, high))
+    if not overlapping:
+        return False
+    try:
+        with _Writes() as writes:
+            module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # an operator of a higher order, such as flex_attention, refuses the mode
+        raise ArtifactError(f"its tensors share memory, and what it writes is unknown: {first_line(error)}") from error
+    return not overlapping.isdisjoint(writes.storages)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that operators write into."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = set[int]()
+
+    def __torch_dispatch__(self, operator: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run an operator. What its schema marks as written is noted."""
+        arguments, kwargs = operator._schema.arguments, kwargs or {}
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        written = [values.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
+        tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+        self.storages.update(storage_key(tensor) for tensor in tensors if tensor.layout == torch.strided)
+        return operator(*args, **kwargs)
+
+
 @dataclass(slots=True)
 class UsedStorage:
     """A storage and the bytes that its tensors use so far, from `low` to `high`."""
 
     index: int
     storage: torch.UntypedStorage = field(repr=False)
-    low: int
-    high: int
     dtype: torch.dtype | None
-    is_shared: bool
-    is_weight: bool
+    low: int = 0
+    high: int = 0
+    is_shared: bool = True
+    is_weight: bool = True
 
     def use(self, low: int, high: int, dtype: torch.dtype, is_shared: bool, is_weight: bool) -> None:
         """Add a tensor. The storage is shared, or a weight's, only if all its tensors are."""
@@ -117,13 +258,9 @@ class TensorDescriber:
         low, high = span(tensor)
         is_shared = self._may_share(tensor)
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
-        storage = tensor.untyped_storage()
-        used = self._used.get(key := storage_key(tensor))
-        if used is None:
-            used = UsedStorage(len(self._used), storage, low, high, tensor.dtype, is_shared, is_weight)
-            self._used[key] = used
-        else:
-            used.use(low, high, tensor.dtype, is_shared, is_weight)
+        new = UsedStorage(len(self._used), tensor.untyped_storage(), tensor.dtype)
+        used = self._used.setdefault(storage_key(tensor), new)
+        used.use(low, high, tensor.dtype, is_shared, is_weight)
         return used
 
     def _may_share(self, tensor: torch.Tensor) -> bool:
@@ -166,21 +303,6 @@ def _check(tensor: torch.Tensor) -> None:
         raise NotHandedOver("a tensor on the device meta cannot be handed over: it has no storage")
     if tensor.is_quantized:
         raise NotHandedOver(f"a tensor of the type {tensor.dtype} cannot be handed over")
-
-
-def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
-    first = int(tensor.storage_offset())
-    shape = tensor.shape
-    if 0 in shape:
-        return 0, 0
-    items = 1 + sum((int(size) - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
-    return first * tensor.itemsize, (first + items) * tensor.itemsize
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, as long as that exists."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _with_attributes(reduced: Reduced, attributes: dict[str, Any]) -> Reduced:

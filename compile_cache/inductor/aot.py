@@ -2,7 +2,7 @@
 
 Importing this module fails with an ImportError if this torch is not a tested release, and with an AttributeError or an
 ImportError if it lacks a name. Then no function is compiled or loaded ahead of time, and the next step of the ladder
-serves every call. `switches.py` has the names for torch's switches, for a process without a compiler.
+serves every call. `state.py` has the names for torch's switches, for a process without a compiler.
 
 torch marks `aot_compile` and `load_compiled_function` as experimental.
 """
@@ -36,7 +36,7 @@ from compile_cache.calls.spec import Call, call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import check_kernels, give_keys, guards, lean
-from compile_cache.inductor.switches import SET_WHILE_LOADING
+from compile_cache.inductor.state import SET_WHILE_LOADING
 from compile_cache.key.environment import digest
 
 # The first and the last tested release.
@@ -112,18 +112,16 @@ class Compilation:
     externals: list[str]
 
 
-def compile_call(
-    call: Call, mode: str, dynamic: bool | None, guard_filter: Callable[..., Any], alias_guard: Callable[..., Any]
-) -> Compilation:
-    """Trace and compile a call. Runs nothing. `alias_guard` gets torch's function that makes a guard on an object which
-    it meets twice, and the object's two sources.
+def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> Compilation:
+    """Trace and compile a call. Runs nothing. `recorder` is torch's filter of guards. Its `alias_guard` gets torch's
+    function that makes a guard on an object which it meets twice, and the object's two sources.
 
     Raises:
         NotPrecompilable: the function uses an object that another process cannot find.
         Exception: any, if torch refuses.
     """
     check_kernels()
-    options = {**_mode_options(mode, dynamic), "guard_filter_fn": guard_filter}
+    options = {**_mode_options(mode, dynamic), "guard_filter_fn": recorder}
     builder: Any = importlib.import_module("torch._dynamo.variables.builder")
     for name, value in vars(builtins).items():  # torch 2.11 looks for them among the function's globals alone
         call_region.__globals__.setdefault(name, value)
@@ -132,8 +130,8 @@ def compile_call(
         _configured(),
         # torch pickles the guards inside its compile, and takes no other pickler.
         mock.patch.object(guards, "GuardsStatePickler", _Pickler),
-        # Of an object with two sources, the guards that `guard_filter` gets name the first source alone.
-        mock.patch.object(builder, "make_dupe_guard", functools.partial(alias_guard, builder.make_dupe_guard)),
+        # Of an object with two sources, the guards that `recorder` gets name the first source alone.
+        mock.patch.object(builder, "make_dupe_guard", functools.partial(recorder.alias_guard, builder.make_dupe_guard)),
     ):
         compiled: Any = torch.compile(call_region, fullgraph=True, dynamic=dynamic, options=options)
         compiled = compiled.aot_compile((call, {}))
@@ -191,23 +189,9 @@ def without_texts(value: Any) -> Any:
     return type(value)(map(without_texts, value)) if type(value) in (list, tuple, set, frozenset) else value
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A compiled function, and the guards that torch stored with it."""
-
-    function: Callable[..., Any]
-    guards: Any
-
-    def failed_guard(self, inputs: Mapping[str, Any]) -> str:
-        """The guard that refuses a call, in words; empty if none does."""
-        if self.guards.check(inputs):
-            return ""
-        failed = self.guards.check_verbose(inputs).verbose_code_parts
-        return f"guard failed: {str(failed[0]).partition('#')[0].strip()[:200]}" if failed else "a guard failed"
-
-
-def load_function(payload: bytes, externals: dict[str, Any], torch_key: str, triton_key: str) -> Loaded:
-    """Unpickle a compiled function, which must be verified. The keys are those of the process that compiled it.
+def load_function(payload: bytes, externals: dict[str, Any], torch_key: str, triton_key: str) -> tuple[Any, Any]:
+    """Unpickle a compiled function, which must be verified, and the guards that torch stored with it. The keys are
+    those of the process that compiled it.
 
     Raises:
         Exception: any, if `payload` is damaged or of another torch.
@@ -215,7 +199,7 @@ def load_function(payload: bytes, externals: dict[str, Any], torch_key: str, tri
     give_keys(torch_key, triton_key)
     with _alone, _configured(), lean():
         loaded = _load(io.BytesIO(payload), f_globals=externals)
-    return Loaded(loaded.fn, loaded._artifacts.guard_manager)
+    return loaded.fn, loaded._artifacts.guard_manager
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.overlaps import overlaps_of
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -34,12 +33,13 @@ from compile_cache.calls.spec import (
     parts_of,
     why_eager,
 )
+from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
-from compile_cache.inductor.switches import changed_switches, switches
+from compile_cache.inductor.state import changed_switches, switches
 from compile_cache.key import environment
 from compile_cache.key.environment import digest
 
@@ -47,11 +47,9 @@ log = logging.getLogger("compile_cache")
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
 # only loads.
-_REPLACED_BY_DYNAMO = frozenset({"Module.__init__", "Module.__setstate__"})
+_REPLACED_BY_DYNAMO = tuple(f"torch.nn.modules.module:Module.{name}" for name in ("__init__", "__setstate__"))
 # Generated code loads C++ kernels with these calls (torch/_inductor/codegen/cpp.py, cpp_wrapper_cpu.py).
 _CPP_KERNELS = re.compile(rb"\b(cpp_pybinding|load_pybinding|async_compile\.cpp)\w*\(")
-
-_Traced = Mapping[str, Mapping[str, types.CodeType]]
 
 
 def why_not_ahead(module: nn.Module) -> str:
@@ -84,12 +82,12 @@ class Precompiled:
         """
         try:
             externals = {name: find(name) for name in record.globals}
-            self._loaded = load_function(payload, externals, record.torch_key, record.triton_key)
+            self._function, self._guards = load_function(payload, externals, record.torch_key, record.triton_key)
             self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
         self.path = path
-        self._function, self._check_guards = self._loaded.function, self._loaded.guards.check
+        self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
         self._accepted: _Accepted | None = None
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
@@ -106,7 +104,7 @@ class Precompiled:
         now = switches(is_on_gpu)
         if accepted and (reason := changed_switches(accepted.switches, now)):
             return reason
-        if module in self._parts and (reason := self._loaded.failed_guard(inputs)):  # most differences, and soon
+        if module in self._parts and (reason := self._failed_guard(inputs)):  # most differences, and soon
             return reason
         if reason := why_not_ahead(module):
             return reason
@@ -116,12 +114,19 @@ class Precompiled:
             return "a class has another `forward`"
         if accepted and accepted.overlaps != overlaps:
             return "other inputs share memory"
-        if difference := self._checks.local_difference(inputs) or self._loaded.failed_guard(inputs):
+        if difference := self._checks.difference(inputs) or self._failed_guard(inputs):
             return difference
         if accepted is None:
             self._accepted = _Accepted(is_on_gpu, now, parts.forwards, overlaps, self._checks.per_call(inputs))
         self._parts[module] = parts
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
+
+    def _failed_guard(self, inputs: Mapping[str, Any]) -> str:
+        """The guard that refuses a call, in words; empty if none does."""
+        if self._check_guards(inputs):
+            return ""
+        failed = self._guards.check_verbose(inputs).verbose_code_parts
+        return f"guard failed: {str(failed[0]).partition('#')[0].strip()[:200]}" if failed else "a guard failed"
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the function fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
@@ -160,7 +165,7 @@ def compile_ahead(
     """
     recorder = Recorder(on_gpu(module, args, kwargs), salt)
     try:
-        compilation = compile_call((module, args, kwargs), mode, dynamic, recorder, recorder.alias_guard)
+        compilation = compile_call((module, args, kwargs), mode, dynamic, recorder)
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time
@@ -177,7 +182,7 @@ class Record:
 
     | field | content |
     | --- | --- |
-    | `sources` | checksums of the traced files, and of the traced functions in them |
+    | `files`, `functions` | checksums of the traced files by module, and of the traced functions by name |
     | `salt` | the name of the function's group; no digest of a text is the same in another group |
     | `environ` | digests of the variables that these functions may have read; torch does not guard them |
     | `guards` | the guards that torch cannot store |
@@ -186,7 +191,8 @@ class Record:
     | `host` | for a function with C++ kernels: the CPU's instructions and the number of threads |
     """
 
-    sources: dict[str, dict[str, Any]]
+    files: dict[str, str]
+    functions: dict[str, str]
     salt: str
     environ: dict[str, str | None]
     guards: list[RecordedGuard]
@@ -199,11 +205,14 @@ class Record:
     @classmethod
     def of(cls, compilation: Compilation, guards: list[RecordedGuard], salt: str) -> Record:
         """The record of a function that this process has just compiled."""
-        traced = _traced(compilation.traced)
+        # In the module of `call_region`, only that function counts.
+        modules = {module for module, _ in compilation.traced} - {call_region.__module__}
+        functions = _functions_of(compilation.traced)
         return cls(
-            _sources(traced),
+            {module: file_digest(module) for module in sorted(modules)},
+            {name: code_digest(code) for name, code in functions.items() if name not in _REPLACED_BY_DYNAMO},
             salt,
-            {name: _sealed(salt, name) for name in _variables_read(traced)},
+            {name: _sealed(salt, name) for name in _variables_read(functions.values())},
             guards,
             sorted(compilation.modules | modules_of(guards)),
             compilation.externals,
@@ -227,7 +236,7 @@ class Record:
     @property
     def is_imported(self) -> bool:
         """Whether all modules that the record names are imported, so that comparing it imports nothing."""
-        names = {*self.sources, *self.modules, *(name.partition(":")[0] for name in self.globals)}
+        names = {*self.files, *self.modules, *(name.partition(":")[0] for name in self.globals)}
         specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names - {"__main__"}]
         return all(spec is not None and not getattr(spec, "_initializing", False) for spec in specs)
 
@@ -237,45 +246,39 @@ class Record:
         for name, was in self.host.items():
             if here.get(name) != was:
                 return f"it has C++ kernels for a host with {name} {was!r}; this host has {here.get(name)!r}"
-        for name, source in self.sources.items():
-            if difference := _source_difference(name, source):
-                return difference
+        if difference := self._source_difference():
+            return difference
         # These are no settings of this library. The model's code has read them.
         changed = [name for name, value in self.environ.items() if _sealed(self.salt, name) != value]
         return f"the environment variable {changed[0]} has changed" if changed else ""
+
+    def _source_difference(self) -> str:
+        try:
+            if changed := [module for module, was in self.files.items() if file_digest(module) != was]:
+                return f"the source of {changed[0]} has changed"
+        except (NotPrecompilable, ImportError) as error:
+            return f"a source cannot be compared: {error}"
+        for name, was in self.functions.items():
+            code = _code_at(name)
+            if code is None or code_digest(code) != was:
+                return f"{name} is not the function that was compiled"
+        return ""
 
 
 def _host() -> dict[str, str]:
     return {"instructions": environment.instruction_flags(), "threads": str(torch.get_num_threads())}
 
 
-def _traced(functions: Iterable[tuple[str, int]]) -> _Traced:
-    """The traced functions that can be found by name, by module."""
-    traced: dict[str, dict[str, types.CodeType]] = {}
-    for module, line in functions:
-        traced.setdefault(module, {}).update(_functions_by_line(module).get(line, {}))
-    return traced
+def _functions_of(traced: Iterable[tuple[str, int]]) -> dict[str, types.CodeType]:
+    """The traced functions that can be found by name, by `module:qualified.name`."""
+    found: dict[str, types.CodeType] = {}
+    for module, line in sorted(traced):
+        found |= _functions_by_line(module).get(line, {})
+    return found
 
 
-def _sources(traced: _Traced) -> dict[str, dict[str, Any]]:
-    """For each module, the checksums of its file and of its traced functions."""
-    return {
-        # In the module of `call_region`, only that function counts.
-        name: {
-            "file": "" if name == call_region.__module__ else file_digest(name),
-            "functions": {
-                qualified: code_digest(code)
-                for qualified, code in sorted(functions.items())
-                if qualified not in _REPLACED_BY_DYNAMO
-            },
-        }
-        for name, functions in sorted(traced.items())
-    }
-
-
-def _variables_read(traced: _Traced) -> list[str]:
+def _variables_read(codes: Iterable[types.CodeType]) -> list[str]:
     """The variables that the functions may have read: every text in a function that reads any."""
-    codes = [code for functions in traced.values() for code in functions.values()]
     readers = [code for code in codes if {"environ", "getenv"} & set(code.co_names)]
     return sorted(
         {name for code in readers for name in code.co_consts if isinstance(name, str) and name.isidentifier()}
@@ -290,20 +293,20 @@ def _sealed(salt: str, name: str) -> str | None:
 
 @functools.cache
 def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
-    """A module's functions and methods by first line, then by qualified name."""
+    """A module's functions and methods by first line, then by `module:qualified.name`."""
     found: dict[int, dict[str, types.CodeType]] = {}
     for name, value in list(vars(sys.modules[module]).items()):
         members = vars(value).items() if isinstance(value, type) and value.__module__ == module else ()
         for qualified, part in [(name, value), *((f"{name}.{member}", part) for member, part in members)]:
-            code = _code_of(part)
-            if code is not None and _code_at(module, qualified) is code:
-                found.setdefault(code.co_firstlineno, {})[qualified] = code
+            code, reference = _code_of(part), f"{module}:{qualified}"
+            if code is not None and _code_at(reference) is code:
+                found.setdefault(code.co_firstlineno, {})[reference] = code
     return found
 
 
-def _code_at(module: str, qualified: str) -> types.CodeType | None:
+def _code_at(reference: str) -> types.CodeType | None:
     try:
-        return _code_of(find(f"{module}:{qualified}"))
+        return _code_of(find(reference))
     except (ImportError, AttributeError, ValueError, TypeError):  # odd names of modules, too
         return None
 
@@ -335,19 +338,6 @@ def _file_of(kind: type) -> str:
 def _methods(kind: type) -> list[list[str]]:
     codes = ((name, _code_of(value)) for name, value in sorted(vars(kind).items()))
     return [[name, code_digest(code)] for name, code in codes if code is not None]
-
-
-def _source_difference(name: str, source: Mapping[str, Any]) -> str:
-    try:
-        if source["file"] and file_digest(name) != source["file"]:
-            return f"the source of {name} has changed"
-        for qualified, expected in source["functions"].items():
-            code = _code_at(name, qualified)
-            if code is None or code_digest(code) != expected:
-                return f"{name}.{qualified} is not the function that was compiled"
-    except (NotPrecompilable, KeyError, ImportError) as error:
-        return f"the source of {name} cannot be compared: {error}"
-    return ""
 
 
 @functools.cache

@@ -87,7 +87,7 @@ class RecordedGuard:
 
     expression: str
     kind: str
-    key: str | int | None
+    key: Any  # for which attribute or key it asks: a text, a number or bytes
     was: str
     is_stored: bool = False  # in every call, torch compares the value with its value at loading
 
@@ -183,7 +183,7 @@ class Recorder:
         self, name: str, kind: str, value: Any, entry: GuardFilterEntry | None = None, is_stored: bool = False
     ) -> None:
         try:
-            key = _parameter(entry) if entry and kind in _BY_CONTENT else None
+            key = _given(entry) if entry and kind in _BY_CONTENT else None
             expression = self._in_modules(name)
             was = digest([self._salt, expression, _description(kind, value, key)])
             self._found[RecordedGuard(expression, kind, key, was, is_stored)] = None
@@ -226,13 +226,8 @@ def _has_equals(value: Any) -> bool:
     return type(value) in (float, complex) and value == 0
 
 
-def _parameter(entry: GuardFilterEntry) -> str | int:
-    """The attribute or the key that a guard asks for, as it is stored."""
-    given = _given(entry)
-    return repr(given) if isinstance(given, bytes) else given
-
-
 def _given(entry: GuardFilterEntry) -> str | int | bytes:
+    """The attribute or the key that a guard asks for."""
     create = entry.orig_guard.create_fn
     name, _ = _BY_CONTENT[entry.guard_type]
     given = create.keywords.get(name, *create.args[:1]) if isinstance(create, functools.partial) else None
@@ -244,7 +239,7 @@ def _given(entry: GuardFilterEntry) -> str | int | bytes:
 def _description(kind: str, value: Any, key: Any) -> Description:
     if kind in _BY_CONTENT:
         _, contains = _BY_CONTENT[kind]
-        return contains(value, _key_of(key))
+        return contains(value, key)
     if kind in _BY_LENGTH:
         return [class_name(type(value)), len(value)]
     if kind in _BY_KEYS:
@@ -260,11 +255,6 @@ def _numbers(values: tuple[Any, ...]) -> list[int]:
     """For each value, the number of the first that is the same object."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(id(value), number) for number, value in enumerate(values)]
-
-
-def _key_of(text: Any) -> Any:
-    is_bytes = isinstance(text, str) and text.startswith(("b'", 'b"')) and text[-1:] == text[1]
-    return text[2:-1].encode() if is_bytes else text
 
 
 def _has_identity(value: Any) -> bool:
@@ -292,17 +282,11 @@ class Checks:
         # By the identity of a guard, the description that it met: the digest of an equal one need not be made.
         self._met: dict[int, Description] = {}
 
-    def difference(self) -> str:
-        """The first changed global, in words; empty if none changed."""
-        return self._first_difference(self._global, {})
-
-    def local_difference(self, inputs: Mapping[str, Any]) -> str:
-        """The first change below a call's `inputs` (module, args and kwargs); empty if none changed."""
-        return self._first_difference(self._local, inputs)
-
-    def _first_difference(self, guards: Sequence[RecordedGuard], inputs: Mapping[str, Any]) -> str:
+    def difference(self, inputs: Mapping[str, Any] | None = None) -> str:
+        """The first change below a call's `inputs` (module, args and kwargs), or without them the first changed global;
+        empty if none changed."""
         scope = {**self._scope, "L": inputs}
-        for guard in guards:
+        for guard in self._global if inputs is None else self._local:
             try:
                 now = _description(guard.kind, eval(_compiled(guard.expression), scope), guard.key)
             except Exception as error:  # the expression may read any object
@@ -314,9 +298,6 @@ class Checks:
                 self._met[id(guard)] = now
         return ""
 
-    def _evaluate(self, expression: str, inputs: Mapping[str, Any]) -> Any:
-        return eval(_compiled(expression), {**self._scope, "L": inputs})
-
     def per_call(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
         """A function of a call's inputs: whether all values that a program may change are still as now.
 
@@ -324,15 +305,15 @@ class Checks:
         """
         guards = [guard for guard in (*self._global, *self._local) if guard.is_checked_per_call]
         values = {guard.expression for guard in guards if guard.kind in _BY_VALUE}
-        condition = _Condition(self._modules)
+        condition, scope = _Condition(self._modules), {**self._scope, "L": inputs}
         # A function comes before its parts.
         for guard in sorted(guards, key=lambda guard: len(guard.expression)):
             if guard.kind in _BY_CONTENT and guard.expression in values:  # the whole value is compared
                 continue
-            value = self._evaluate(guard.expression, inputs)
+            value = eval(_compiled(guard.expression), scope)
             default = _DEFAULT.match(guard.expression)
             if default and (not default[2] or isinstance(value, _UNCHANGING)):
-                condition.add_same(default[1], self._evaluate(default[1], inputs))
+                condition.add_same(default[1], eval(_compiled(default[1]), scope))
             else:
                 condition.add(guard, value)
         check: Callable[[Mapping[str, Any]], bool] = eval(condition.source(), {**self._scope, **condition.values})
@@ -358,8 +339,7 @@ class _Condition:
         kind = f"type({expression}) is {self._constant(type(value))}"
         if guard.kind in _BY_CONTENT:
             _, contains = _BY_CONTENT[guard.kind]
-            key = _key_of(guard.key)
-            term = f"{self._constant(contains)}({expression}, {key!r}) is {contains(value, key)}"
+            term = f"{self._constant(contains)}({expression}, {guard.key!r}) is {contains(value, guard.key)}"
         elif guard.kind == _SAME_OBJECTS:
             term = f"{self._constant(_numbers)}({expression}) == {_numbers(value)}"
         elif guard.kind in _BY_LENGTH:

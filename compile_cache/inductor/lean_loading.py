@@ -14,7 +14,6 @@ import functools
 import importlib.util
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,6 @@ import torch._inductor
 import torch._inductor.codecache
 import torch._inductor.config
 from torch._dynamo import guards as _guards
-from torch._subclasses import fake_tensor
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
 
@@ -54,32 +52,24 @@ _LOADER = (
 @contextlib.contextmanager
 def lean() -> Iterator[None]:
     """Load functions without what a boot leaves out, while the context lasts. One thread at a time."""
-    # Generated code asks for worker processes before it finds that its kernels exist.
-    with torch._inductor.config.patch(compile_threads=1), without_compiler(), _without_waste():
-        yield
-
-
-@contextlib.contextmanager
-def _without_waste() -> Iterator[None]:
-    """Leave out what torch makes while it loads a function, and nothing here reads: for each guard the line of code
-    that explains it, for each tensor in a guard a stack trace, and a copy of the function to store it again.
-
-    For a block it makes no difference. Boots of Llama 3.1 8B without it loaded functions in 1.2 to 2.6 s, those of the
-    commit before in 0.9 s (H200, 4 pairs), though other phases were slower too.
-    """
-
-    def code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
-        return [code_parts] if isinstance(code_parts, str) else code_parts
-
     results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
     result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
-    stacks = types.SimpleNamespace(**{**vars(traceback), "extract_stack": list})
     with (
-        mock.patch.object(guards, "get_verbose_code_parts", code_alone, create=True),
-        mock.patch.object(fake_tensor, "traceback", stacks, create=True),
+        # Generated code asks for worker processes before it finds that its kernels exist.
+        torch._inductor.config.patch(compile_threads=1),
+        without_compiler(),
+        mock.patch.object(guards, "get_verbose_code_parts", _code_alone, create=True),
+        # torch copies the function, with the records of all its kernels, so that it could be stored again.
         mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
     ):
         yield
+
+
+def _code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
+    """A guard's code, without the line of the model's code that explains it: torch looks each of them up, and nothing
+    here reads them. A model of 32 blocks loads in 0.50 s of CPU time instead of 0.56 s (n = 6); for a block it makes no
+    difference."""
+    return [code_parts] if isinstance(code_parts, str) else code_parts
 
 
 def torch_key() -> str:

@@ -23,8 +23,8 @@ from unittest import mock  # torch has imported it
 import torch
 from torch import nn
 
-from compile_cache.calls.overlaps import writes_where_tensors_overlap
 from compile_cache.calls.spec import Call, CallSpec, call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.tensors import writes_where_tensors_overlap
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX
@@ -44,7 +44,6 @@ Dimensions = tuple[tuple[int, int], ...]
 # Dynamo's errors where the model's code breaks a graph or raises an error itself. A data-dependent branch is a
 # `UserError` on torch 2.13, and `Unsupported` on 2.11.
 _BREAKS = ("Unsupported", "UserError")
-_LIMIT_ERRORS = ("FailOnRecompileLimitHit",)
 # Words of these errors where a branch depends on the values of tensors.
 _ON_DATA = re.compile(r"data[- ]dependent|\.item\b|\.tolist\b|dynamic control flow", re.IGNORECASE)
 # The classes of which torch has made or found graphs.
@@ -57,7 +56,7 @@ _HEAD_START_CYCLES = 10_000_000
 
 def is_beyond_limit(error: BaseException) -> bool:
     """Whether torch refuses a graph because the function has too many."""
-    return _is_dynamos(error, _LIMIT_ERRORS)
+    return _is_dynamos(error, ("FailOnRecompileLimitHit",))
 
 
 def _is_dynamos(error: BaseException, names: tuple[str, ...]) -> bool:

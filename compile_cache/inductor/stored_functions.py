@@ -37,7 +37,7 @@ from compile_cache.inductor.function_file import (
     read_artifact,
     write_artifact,
 )
-from compile_cache.inductor.switches import VERSIONED_PACKAGES, describe_switches, modes_of, switches
+from compile_cache.inductor.state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
 
@@ -332,7 +332,7 @@ def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> 
     """
     if difference := record.difference():
         raise ArtifactError(difference)
-    with modes_of(key.get("switches")):  # guards are made for the modes of the thread that loads
+    with modes_of(key["switches"]):  # guards are made for the modes of the thread that loads
         return Precompiled(path, record, payload)
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.calls.overlaps import overlaps_of
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
@@ -30,6 +29,7 @@ from compile_cache.calls.spec import (
     why_eager,
     with_plain_strides,
 )
+from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, Standing, State
 from compile_cache.serving.policy import Policy

@@ -17,7 +17,7 @@ from torch import nn
 
 from compile_cache.errors import NotAModuleError
 from compile_cache.inductor.counters import CompileCounts, read_counts
-from compile_cache.inductor.tuning import unread_files
+from compile_cache.inductor.toolchain import unread_files
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region import Region

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.calls.overlaps import reachable_tensors
 from compile_cache.calls.spec import Call, call_region
+from compile_cache.calls.tensors import reachable_tensors
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison

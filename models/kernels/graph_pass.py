@@ -86,7 +86,7 @@ def _join_sum(node: Node) -> None:
     with total.graph.inserting_before(total):
         arguments = (*product._replace(residual=others[0]),)  # type: ignore[arg-type]
         joined = total.graph.call_function(torch.ops.text.matrix_vector.default, arguments)
-    joined.meta = _described(total, total.meta["val"])
+    joined.meta = {"val": total.meta["val"]}
     total.replace_all_uses_with(joined)
     total.graph.erase_node(total)
     node.graph.erase_node(node)
@@ -101,12 +101,6 @@ def _are_alike(*terms: Any) -> bool:
     return all(isinstance(size, int) for shape, _, _ in kinds for size in shape) and len(set(kinds)) == 1
 
 
-def _described(origin: Node, value: Any) -> dict[str, Any]:
-    """The metadata of a new node. The rest of `origin`'s metadata is about the arguments of `origin`."""
-    trace = origin.meta.get("stack_trace")
-    return {"val": value} if trace is None else {"val": value, "stack_trace": trace}
-
-
 def _join_products(nodes: list[Node]) -> None:
     """Replace several products by one operator, at the place of the first product.
 
@@ -119,13 +113,13 @@ def _join_products(nodes: list[Node]) -> None:
     with graph.inserting_before(nodes[0]):
         arguments = (products[0].vector, [product.matrix for product in products])
         joined = graph.call_function(torch.ops.text.matrix_vectors.default, arguments)
-        joined.meta = _described(nodes[0], [node.meta["val"] for node in nodes])
+        joined.meta = {"val": [node.meta["val"] for node in nodes]}
         for number, (node, product) in enumerate(zip(nodes, products, strict=True)):
             one = graph.call_function(getitem, (joined, number))
-            one.meta = _described(node, node.meta["val"])
+            one.meta = {"val": node.meta["val"]}
             if product.bias is not None:
                 one = graph.call_function(torch.ops.aten.add.Tensor, (one, product.bias))
-                one.meta = _described(node, node.meta["val"])
+                one.meta = {"val": node.meta["val"]}
             node.replace_all_uses_with(one)
     for node in nodes:
         graph.erase_node(node)
