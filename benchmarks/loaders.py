@@ -94,12 +94,8 @@ def measure(way: str, folder: str, files: list[str]) -> dict[str, Any]:
     line = {"weights_s": weights_s, "imports_s": imports_s, "both_s": max(weights_s, imports_s)}
     if device != "cpu":
         free, total = torch.cuda.mem_get_info()
-        gpu = {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "used": total - free,
-        }
-        line |= {f"{name}_gb": size / 1e9 for name, size in gpu.items()}
+        line |= {"allocated_gb": torch.cuda.memory_allocated() / 1e9, "used_gb": (total - free) / 1e9}
+        line["reserved_gb"] = torch.cuda.memory_reserved() / 1e9
     for file in files if way != "none" else ():
         for name, expected in safetensors(folder, [file], device).items():
             if not torch.equal(*(one.flatten().view(torch.uint8) for one in (expected, found.pop(name)))):
