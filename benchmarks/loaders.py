@@ -40,7 +40,7 @@ def early_weights(folder: str, files: list[str], device: str) -> dict[str, Any]:
 
 
 def fastsafetensors(folder: str, files: list[str], device: str) -> dict[str, Any]:
-    """Without GPUDirect Storage, which passes by the page cache."""
+    """Without GPUDirect Storage, which passes by the page cache. A `libcudart.so` must be in LD_LIBRARY_PATH."""
     from fastsafetensors import fastsafe_open
 
     with fastsafe_open(files, device=device, nogds=True) as opened:
