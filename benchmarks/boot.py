@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,22 +44,14 @@ _COLUMNS = (
     "boot",
     "n",
     "READY, s",
-    "without imports, s",
     "− eager, s",
-    "weights, s",
-    "warm-up, s",
     "compile, s",
     "restore, s",
-    "first answer, s",
-    "first token, s",
     "step or token, ms",
-    "modules at READY",
     "boot's peak, GB",
 )
 # Student's t: 95 % of the values are below, for 1, 2, … degrees of freedom.
 _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746)
-# Inductor's own modules, which are named by what is in them.
-_MADE = re.compile(r"c[a-z2-7]{50}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,6 @@ class Checkout:
         environ = boot_environment(self.work, kind, self.work / "store", self.root)
         environ |= {"MODEL": str(model.folder), "COMPILE_CACHE_COLD_START": "block", **model.variables}
         command = [sys.executable, str(ROOT / "benchmarks" / "one_boot.py"), json.dumps(model.inputs)]
-        command += ["--steps", *map(str, args.steps), "--pairs", str(args.pairs)]
         log = new_log(self.work, kind)
         line = run_process(kind, command + ["--text"] * model.is_text, environ, log, args.timeout)
         return {"checkout": self.name, "kind": kind, **json.loads(line)}
@@ -90,14 +80,11 @@ def steps(args: Any) -> Iterator[tuple[str, str, int]]:
     """Checkout, kind and round of each boot, in order."""
     names = ["this", *(["other"] if args.against else [])]
     yield from ((name, "cold", 1) for name in names)
-    for number in range(1, max(args.eager, args.warm) + 1):
-        ordered = names if number % 2 else names[::-1]
-        if number <= args.eager:
-            yield "this", "eager", number
-        if number <= args.warm:
-            yield from ((name, "warm", number) for name in ordered)
-            if args.cached:
-                yield "this", "cached", number
+    for number in range(1, args.warm + 1):
+        yield "this", "eager", number
+        yield from ((name, "warm", number) for name in (names if number % 2 else names[::-1]))
+        if args.cached:
+            yield "this", "cached", number
 
 
 def run(model: Model, args: Any, done: list[Boot]) -> None:
@@ -118,16 +105,9 @@ def run(model: Model, args: Any, done: list[Boot]) -> None:
 
 def describe(boot: Boot) -> str:
     """One line on one boot."""
-    report = boot["report"]
-    counts = report["counts"]
-    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases"].items())
-    regions = ", ".join(f"{region['name']} {region['step']}" for region in report["regions"])
-    asked = f"; {boot['step_ms']:.3f} ms, answer {boot['sha256'][:12]}" if "step_ms" in boot else ""
-    return (
-        f"{boot['checkout']} {boot['kind']} {boot['round'] or 'not measured'}: READY after {ready_s(boot):.2f} s "
-        f"({phases}); restore {report['restore']['outcome']}; {regions or 'no regions'}; {misses(boot)} misses, "
-        f"{counts['kernels_compiled']} kernels, {len(boot['modules'])} modules{asked}"
-    )
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in boot["report"]["phases"].items())
+    which = f"{boot['checkout']} {boot['kind']} {boot['round'] or 'not measured'}"
+    return f"{which}: READY after {ready_s(boot):.2f} s ({phases}); {misses(boot)} misses; {step_ms(boot):.3f} ms"
 
 
 def ready_s(boot: Boot) -> float:
@@ -135,19 +115,9 @@ def ready_s(boot: Boot) -> float:
     return float(boot["report"]["process_s"])
 
 
-def own_s(boot: Boot) -> float:
-    """That without the predictor's imports, which vary by seconds from boot to boot."""
-    return ready_s(boot) - float(boot["report"]["phases"]["import"])
-
-
 def step_ms(boot: Boot) -> float:
     """Milliseconds of a denoising step, or of a token."""
     return float(boot["step_ms"])
-
-
-def modules(boot: Boot) -> float:
-    """How many modules are imported at READY."""
-    return len(boot["modules"])
 
 
 def misses(boot: Boot) -> int:
@@ -192,16 +162,10 @@ def row(boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
         boots[0]["kind"],
         str(len(boots)),
         of(ready_s),
-        of(own_s),
         "–" if is_eager or not eager else f"{median(map(ready_s, boots)) - median(map(ready_s, eager)):.2f}",
-        of(lambda boot: boot["report"]["phases"]["weights"]),
-        of(lambda boot: boot["report"]["phases"]["warm_up"]),
         of(lambda boot: boot["report"]["compile_s"]),
         of(lambda boot: boot["report"]["restore"]["seconds"]),
-        of(lambda boot: boot["first_s"]),
-        of(lambda boot: boot["first_piece_s"], 4),
         of(step_ms, 3),
-        of(modules, 0),
         of(lambda boot: peak / 1e9 if (peak := boot["report"]["device_peak_bytes"]) is not None else None),
     ]
 
@@ -212,19 +176,10 @@ def comparisons(boots: Sequence[Boot]) -> Iterator[str]:
     for name, theirs in (("eager", eager), ("the other", other)):
         if not pairs(warm, theirs, ready_s):
             continue
-        for what, value, digits in (
-            ("READY", ready_s, 2),
-            ("READY without imports", own_s, 2),
-            ("modules", modules, 0),
-        ):
-            found = [one - two for one, two in pairs(warm, theirs, value)]
-            yield f"warm − {name}, {what}{', s' if digits else ''}: {interval(found, digits)}"
+        found = [one - two for one, two in pairs(warm, theirs, ready_s)]
+        yield f"warm − {name}, READY, s: {interval(found, 2)}"
         ratios = [one / two for one, two in pairs(warm, theirs, step_ms)]
         yield f"warm / {name}, step or token: {interval(ratios, 4)}"
-    if other:
-        names = [{name for name in boots[-1]["modules"] if not _MADE.match(name)} for boots in (warm, other)]
-        yield f"modules of this warm boot alone: {' '.join(sorted(names[0] - names[1])) or 'none'}"
-        yield f"of the other alone: {' '.join(sorted(names[1] - names[0])) or 'none'}"
 
 
 def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
@@ -261,10 +216,7 @@ def parse_arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument("--against", type=Path, help="the other checkout")
-    parser.add_argument("--steps", type=int, nargs=2, default=(4, 12), help="a step takes their difference")
-    parser.add_argument("--pairs", type=int, default=3, help="measurements of a step or a token in each boot")
-    parser.add_argument("--warm", type=int, default=5, help="rounds of warm boots")
-    parser.add_argument("--eager", type=int, help="rounds that begin with an eager boot; all if not given")
+    parser.add_argument("--warm", type=int, default=5, help="rounds of eager and warm boots")
     parser.add_argument("--cached", action="store_true", help="also warm boots without precompiled regions")
     parser.add_argument("--store", type=Path, required=True, help="folder of stores, cache directories and logs")
     parser.add_argument("--out", type=Path, help="file of all boots; boots.jsonl in the store's folder if not given")
@@ -273,7 +225,6 @@ def parse_arguments() -> Any:
     args = parser.parse_args()
     args.store = args.store.resolve()
     args.store.mkdir(parents=True, exist_ok=True)
-    args.eager = args.warm if args.eager is None else args.eager
     args.out = args.out or args.store / "boots.jsonl"
     return args
 

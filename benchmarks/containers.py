@@ -13,10 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from compile_cache.errors import PackError, StoreError
@@ -170,32 +169,23 @@ def restored_keys(store: ObjectStore, root: Path, key: CacheKey = KEY) -> tuple[
     return {logical_key(path) for path in paths}, problems
 
 
-@dataclass(slots=True)
-class Counts:
-    """Requests by method and kind of object, and bytes put by kind of object."""
-
-    requests: Counter[str] = field(default_factory=Counter)
-    uploaded_bytes: Counter[str] = field(default_factory=Counter)
-
-
 class CountingStore:
-    """Another store, and what was asked of it in `counts`."""
+    """Another store, and how many bytes were put into it."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self.counts = Counts()
+        self.uploaded_bytes = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def watch(self, method: str, name: str, content: Path | bytes = b"") -> Iterator[None]:
-        """What surrounds a call: count the request when it ends; one that failed may have sent its bytes too."""
+        """What surrounds a call: count its bytes when it ends; one that failed may have sent them too."""
         size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
         try:
             yield
         finally:
             with self._lock:
-                self.counts.requests[f"{method} {kind_of(name)}".strip()] += 1
-                self.counts.uploaded_bytes[kind_of(name)] += size_bytes
+                self.uploaded_bytes += size_bytes
 
     @property
     def location(self) -> str:
@@ -238,7 +228,7 @@ def check_store(folder: Path, promised: set[tuple[str, str]]) -> list[str]:
     """A line for each pack that does not verify, and for each file that is gone: its pack's folder and logical key are
     `promised`, to which those that are there are added."""
     store, found = LocalStore(folder), set[tuple[str, str]]()
-    packs = [entry for entry in store.list("") if kind_of(entry.name) == "pack"]
+    packs = packs_below(store, "")
     problems = damaged(store, packs)
     for entry in packs:
         with suppress(PackError, StoreError):
@@ -249,14 +239,6 @@ def check_store(folder: Path, promised: set[tuple[str, str]]) -> list[str]:
     return problems
 
 
-def kind_of(name: str) -> str:
-    """`pack`, `use` and so on: what an object's name says it is; nothing for a prefix."""
-    base = name.rpartition("/")[2]
-    if PACK_NAME.fullmatch(base):
-        return "pack"
-    return "use" if base.startswith("used-") else base
-
-
-def packs_in(store: ObjectStore, key: CacheKey = KEY) -> Collection[StoredObject]:
-    """The packs listed below a key."""
-    return [entry for entry in store.list(key.prefix) if kind_of(entry.name) == "pack"]
+def packs_below(store: ObjectStore, prefix: str = KEY.prefix) -> Collection[StoredObject]:
+    """The packs listed below a prefix."""
+    return [entry for entry in store.list(prefix) if PACK_NAME.fullmatch(entry.name.rpartition("/")[2])]

@@ -138,7 +138,6 @@ class Ours:
         return {
             "graphs_after_ready": boot.counts().since(self._before).graphs,
             "fully_precompiled": boot.report.fully_precompiled,
-            "ready_s": boot.report.process_s,
         }
 
 

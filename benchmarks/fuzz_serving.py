@@ -16,7 +16,8 @@ modules twice with the same inputs, and must have one code: answers of modules w
 With `--threads`, predictions run at the same time. With `--asyncio` they are tasks, some of which are cancelled; in
 half of the batches their calls run in threads.
 
-Prints a table by feature, and each difference with the command that shows it again. Exits with 1 on any difference.
+Prints a table, and each difference with its features and the command that shows it again. Exits with 1 on
+any.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -74,7 +76,7 @@ _EXACT: dict[str, float] = {}
 
 @dataclass
 class Tally:
-    """A module's calls in one boot, or a feature's in all. `wrong` has the first difference of each module."""
+    """A module's calls in one boot, or those of all. `wrong` has the first difference of each module."""
 
     modules: int = 0
     calls: int = 0
@@ -525,23 +527,16 @@ def run(arguments: argparse.Namespace) -> list[Batch]:
 
 
 def table(batches: Sequence[Batch]) -> str:
-    """A row for each feature. A module that several batches have counts once for each device."""
-    rows: dict[str, tuple[Tally, set[tuple[Any, ...]]]] = {name: (Tally(), set()) for name in (*FEATURES, "all")}
+    """The sums of all. A module that several batches have counts once for each device."""
+    total, modules = Tally(), set[tuple[Any, ...]]()
     for batch in batches:
-        for tallies in batch.boots:
-            for number, features, tally in zip(batch.numbers, batch.features, tallies, strict=True):
-                for total, modules in (rows["all"], *(rows[name] for name in features)):
-                    total.add(tally)
-                    modules.add((batch.device, batch.seed, number, *features))
-    header = ("feature", "modules", "calls", "served by compiled code", "cancelled", "wrong")
-    return markdown(
-        header,
-        [
-            (name, len(modules), total.calls, total.compiled, total.cancelled, len(total.wrong))
-            for name, (total, modules) in rows.items()
-            if modules
-        ],
-    )
+        modules |= {
+            (batch.device, batch.seed, *of) for of in zip(batch.numbers, map(tuple, batch.features), strict=True)
+        }
+        for tally in chain.from_iterable(batch.boots):
+            total.add(tally)
+    row = (len(modules), total.calls, total.compiled, total.cancelled, len(total.wrong))
+    return markdown(("modules", "calls", "served by compiled code", "cancelled", "wrong"), [row])
 
 
 def main() -> int:

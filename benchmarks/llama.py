@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +58,6 @@ def write(shape: dict[str, Any], folder: Path) -> int:
     model.save_pretrained(folder, max_shard_size="5GB")
     build_tokenizer(shape["vocab_size"]).save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def make_prompt(vocabulary: int, tokens: int) -> tuple[int, ...]:
-    """Random token ids, the same on every machine."""
-    generator = torch.Generator("cpu").manual_seed(_SEED)
-    return tuple(torch.randint(vocabulary, (tokens,), generator=generator).tolist())
-
-
-def text_of(tokens: Iterable[int]) -> str:
-    """What the tokenizer makes these tokens of."""
-    return " ".join(f"w{token}" for token in tokens)
 
 
 def main() -> None:

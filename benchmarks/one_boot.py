@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from statistics import median
 from typing import Any
 
+_STEPS, _PAIRS = (4, 12), 3
 
-def ask(predictor: Any, inputs: dict[str, Any], steps: tuple[int, int], pairs: int) -> dict[str, Any]:
-    """The first answer, whatever predictions compiled, and the median of `pairs` measurements of a step or a token.
+
+def ask(predictor: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The first answer, whatever predictions compiled, and the median of some measurements of a step or a token.
 
     A denoising step is the difference of two predictions that differ in their number of steps alone: text encoding, VAE
     and picture file cancel out. A token is the mean gap between pieces of text.
@@ -26,16 +27,14 @@ def ask(predictor: Any, inputs: dict[str, Any], steps: tuple[int, int], pairs: i
     if not predictor.boot.wait_published(300.0) or predictor.boot.report.publish.failures:
         raise SystemExit(f"not published: {predictor.boot.report.publish.failures}")
     step_ms = []
-    for _ in range(pairs):
+    for _ in range(_PAIRS):
         if first.arrivals_s:
             gaps_s = served.answer(**inputs).gaps_s
             step_ms.append(sum(gaps_s) / len(gaps_s) * 1e3)
         else:
-            few_s, many_s = (served.answer(**{**inputs, "num_inference_steps": n}).seconds for n in steps)
-            step_ms.append((many_s - few_s) / (steps[1] - steps[0]) * 1e3)
+            few_s, many_s = (served.answer(**{**inputs, "num_inference_steps": n}).seconds for n in _STEPS)
+            step_ms.append((many_s - few_s) / (_STEPS[1] - _STEPS[0]) * 1e3)
     return {
-        "first_s": first.seconds,
-        "first_piece_s": first.arrivals_s[0] if first.arrivals_s else None,
         "sha256": first.sha256,
         "step_ms": median(step_ms),
         "graphs_after_ready": predictor.boot.counts().since(before).graphs,
@@ -47,20 +46,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("inputs", help="JSON of a request")
     parser.add_argument("--text", action="store_true")
-    parser.add_argument("--steps", type=int, nargs=2, default=(4, 12))
-    parser.add_argument("--pairs", type=int, default=3)
     args = parser.parse_args()
 
     from predict import Predictor, TextPredictor
 
     predictor = TextPredictor() if args.text else Predictor()
     predictor.setup()
-    modules = sorted(sys.modules)
-    found = ask(predictor, json.loads(args.inputs), tuple(args.steps), args.pairs)
+    found = ask(predictor, json.loads(args.inputs))
     from served import describe_machine
 
     report = json.loads(predictor.boot.report.to_json())
-    print(json.dumps({"report": report, "modules": modules, "machine": describe_machine(), **found}), flush=True)
+    print(json.dumps({"report": report, "machine": describe_machine(), **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -216,21 +216,18 @@ def generate_arguments(compiles: str) -> dict[str, Any]:
 
 
 def measure(asked: Asked) -> dict[str, Any]:
-    """Boot, and ask: seconds, and until READY torch's lookups, loaded artifacts and new files of machine code.
+    """Boot, and ask: seconds, and until READY new files of machine code.
 
     `settled_s` is from READY until a second process has compiled everything.
     """
     predictor = make_predictor(asked)
     predictor.setup()
-    counts, report = predictor.boot.counts(), predictor.boot.report
+    report = predictor.boot.report
     served = InProcess(predictor)
     first = served.answer(**asked.inputs)
     return {
         "ready_s": report.process_s,
         "phases": dict(report.phases),
-        "hits": counts.hits,
-        "misses": counts.misses,
-        "precompiled": counts.precompiled_loaded,
         "kernels_made": getattr(predictor, "kernels_made", report.counts.kernels_compiled),
         "first_s": first.seconds,
         "first_sha256": first.sha256,

@@ -180,26 +180,13 @@ def run(plan: Plan, wanted: Sequence[tuple[Way, str, int]], done: Sequence[Recor
     left = [step for step in wanted if (plan.model.folder.name, step[0].name, *step[1:]) not in known]
     for way, kind, number in within([(BY_NAME[EAGER], WARM, 0), *left] if left else [], limit_s):
         if kind == WARM and way.keeps and not plan.filled(way).exists():
-            print(describe(plan.run(way, COLD, 0)), flush=True)
+            print(plan.run(way, COLD, 0), flush=True)
         if kind == WARM and way.keeps and not plan.filled(way).exists():
             continue  # its error was printed
         record = plan.run(way, kind, number)
-        print(describe(record), flush=True)
+        print(record, flush=True)
         if number:
             yield record
-
-
-def describe(record: Record) -> str:
-    """One line on one boot."""
-    name, boot = " ".join(str(record[key]) for key in ("model", "way", "kind", "round")), record["boot"]
-    if boot is None:
-        return f"{name}: {record['error']}"
-    phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in boot["phases"].items())
-    found = f"{boot['precompiled']} precompiled, {boot['hits']} hits, {boot['misses']} misses"
-    return (
-        f"{name}: READY after {boot['ready_s']:.2f} s ({phases}); {found}, {boot['kernels_made']} kernels made; first "
-        f"request {boot['first_s']:.2f} s; stored {record['stored_bytes'] / 1e6:.2f} MB"
-    )
 
 
 def tables(records: Sequence[Record]) -> str:
