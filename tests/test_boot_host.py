@@ -152,8 +152,8 @@ def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path, argu
 
 def test_a_second_process_that_cannot_begin_costs_speed_and_not_the_boot(tmp_path):
     done = run_forked(START_NO_THREAD, environ=settings(tmp_path, cold_start="background"))
-    assert done.stdout == "True 1\n"
-    assert "background.no_thread error=can't start new thread" in done.stderr
+    assert done.stdout == "True 0\n"  # nothing waits
+    assert "cannot be compiled in a second process: RuntimeError: can't start new thread" in done.stderr
 
 
 @pytest.mark.parametrize(
