@@ -214,12 +214,15 @@ def test_a_source_that_is_not_there_is_named_before_anything_begins(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_boot_without_a_cache_directory_is_eager_and_says_which_one_cannot_be_used(tmp_path):
+def test_boots_without_their_usual_directory_each_have_one_of_this_user_and_publish_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "cache").write_text("no folder")
-    directory, told, (warning,) = claim_workplace(Settings(dir=str(tmp_path / "cache")), "model")
-    assert (directory, told.enabled) == (None, False)
-    assert warning.startswith(f"the cache directory {tmp_path / 'cache'} cannot be used")
-    assert warning.endswith("This boot serves eager.")
+    claims = [claim_workplace(Settings(dir=str(tmp_path / "cache")), "model") for _ in range(2)]
+    folder = tmp_path / f"compile-cache-{os.geteuid()}"
+    assert [directory.path for directory, _, _ in claims] == [folder / "0", folder / "1"]
+    for _, told, (warning,) in claims:
+        assert (told.store, told.layers, told.publish) == ("off", (), False)
+        assert "This boot compiles into a temporary folder" in warning
 
 
 # Threads

@@ -276,6 +276,19 @@ def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(director
     assert steps[-1] == "precompiled"
 
 
+def test_outside_predictions_each_module_counts_its_own_calls(directory, monkeypatch):
+    blocks = [build(Block) for _ in range(4)]
+    compiler = boot(directory, nn.ModuleList(blocks), settings=STATES["eager"][0])
+    assert {step_of(compiler, block) for block in blocks for _ in range(2)} == {"eager"}
+    for _ in range(60):
+        eager(blocks[0], tensor())
+    looked_at = []
+    monkeypatch.setattr("compile_cache.serving.region.why_eager", lambda module: looked_at.append(module) or "")
+    for _ in range(8):
+        eager(blocks[0], tensor())
+    assert looked_at == [blocks[0]]
+
+
 @pytest.mark.parametrize("outside", [False, True])
 def test_an_eager_call_is_described_once_a_prediction(directory, monkeypatch, outside):
     block = build(Block)

@@ -104,7 +104,7 @@ class Precompiled:
         now = switches(is_on_gpu)
         if accepted and (reason := changed_switches(accepted.switches, now)):
             return reason
-        if module in self._parts and (reason := self._failed_guard(inputs)):  # most differences, and soon
+        if module in self._parts and (reason := self._failed_guard(inputs)):  # most differences
             return reason
         if reason := why_not_ahead(module):
             return reason

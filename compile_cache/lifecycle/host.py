@@ -8,6 +8,7 @@ import os
 import pwd
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import MutableMapping
@@ -134,13 +135,19 @@ class _UntilConfigured(logging.StreamHandler[TextIO]):
 
 
 def claim_workplace(settings: Settings, model: str) -> tuple[CacheDirectory | None, Settings, list[str]]:
-    """Claim the cache directory; else serve eager. Returns it, the boot's settings from now on, and warnings."""
+    """Claim the cache directory at the fixed path; else one of this user in the folder of temporary files; else serve
+    eager. Returns it, the boot's settings from now on, and warnings."""
     directory: CacheDirectory | None = None
     warnings: list[str] = []
     try:
         directory = CacheDirectory.claim(Path(settings.dir))
     except CacheDirectoryError as error:
-        warnings.append(f"{error} This boot serves eager.")
+        settings = replace(settings, store="off", layers=(), publish=False)
+        warnings.append(f"{error} This boot compiles into a temporary folder, and restores and publishes nothing.")
+        try:
+            directory = CacheDirectory.claim(Path(tempfile.gettempdir(), f"compile-cache-{os.geteuid()}"))
+        except (CacheDirectoryError, OSError) as temporary:
+            warnings.append(f"No temporary folder can be made either, so this boot serves eager: {temporary}")
     if directory is not None and os.statvfs(directory.path).f_flag & os.ST_NOEXEC:
         warnings.append(
             f"{directory.path} is mounted noexec, so compiled code cannot be loaded from it. This boot serves eager. "

@@ -23,14 +23,20 @@ _LONGEST_WAIT_S = 10.0
 LOCK = threading.RLock()
 
 
+class Known(dict[Hashable, Any]):
+    """What was found out about the calls of a module, by what they have in common. Outside predictions it holds for
+    `calls_left` more calls."""
+
+    calls_left: int
+
+
 class Moment:
     """Counts the predictions that are open, and makes changes when none is. Thread-safe.
 
     `open` says how many predictions are open. `begun` counts those that have begun; outside predictions, an arrival and
     the next call after it count as one each.
 
-    `known` has what was found out about calls, by module and by what calls have in common. It is empty again once
-    `begun` moves, and outside predictions after `calls_left` more calls.
+    `known` has what was found out about calls, by module. It is empty again once `begun` moves.
     """
 
     def __init__(self) -> None:
@@ -43,8 +49,7 @@ class Moment:
         self._is_new = False
         self.open = 0
         self.begun = 0
-        self.known: dict[object, dict[Hashable, Any]] = {}
-        self.calls_left = 0
+        self.known: dict[object, Known] = {}
 
     def note(self, subject: object, change: Callable[[], bool | None]) -> None:
         """Make this change at the next moment, in place of an earlier one of the same subject. If `change` returns
@@ -100,14 +105,13 @@ class Moment:
                 self._turn()
                 self._take()
 
-    def is_known_still(self) -> bool:
-        """Whether what is known about a call holds in it. Outside predictions, this counts the call."""
-        if self.open:
-            return True
-        self.calls_left -= 1
-        if self.calls_left < 0:
-            self.known = {}
-        return self.calls_left >= 0
+    def holds(self, known: Known) -> bool:
+        """Whether what is known about a module's calls holds in this one. Outside predictions, this counts the call."""
+        if not self.open:
+            known.calls_left -= 1
+            if known.calls_left < 0:
+                known.clear()
+        return bool(known)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
@@ -126,7 +130,7 @@ class Moment:
 
     def _turn(self) -> None:
         self.begun += 1
-        self.known, self.calls_left = {}, 0
+        self.known = {}
 
     def _take(self) -> None:
         changes, self._changes = self._changes, {}

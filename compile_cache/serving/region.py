@@ -21,6 +21,7 @@ from compile_cache.calls.spec import (
     RECOMPILE_LIMIT,
     Call,
     Parts,
+    call_region,
     growth,
     likeness,
     modes,
@@ -32,6 +33,7 @@ from compile_cache.calls.spec import (
 from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, Standing, State
+from compile_cache.serving.moment import Known
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Source
@@ -73,10 +75,10 @@ class Region:
         moment, like, found = self._moment, None, None
         if (known := moment.known.get(module)) and (found := known.get(growth(args, kwargs))) is None:
             found = known.get(like := _likeness(args, kwargs))
-        if found is not None and moment.is_known_still():
+        if known and found is not None and moment.holds(known):
             if not found:
                 self.served["eager"] += 1
-                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                return call_region(module, args, kwargs)
             case, parts = found
             if case.state is State.CACHED and (code := case.code) and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
@@ -94,10 +96,11 @@ class Region:
         """Serve calls like this one alike, as long as that is `known`: by the graphs of a case, or by the module's own
         code."""
         moment, state = self._moment, case.state if case is not None else State.EAGER
-        if (known := moment.known.get(call[0])) is None or len(known) >= RECOMPILE_LIMIT:
-            known = moment.known[call[0]] = {}
+        known = moment.known.setdefault(call[0], Known())
+        if not 0 < len(known) < RECOMPILE_LIMIT:
+            known.clear()
             # To look again takes some microseconds for each part.
-            moment.calls_left += max(_CALLS_BETWEEN_LOOKS, len(case.spec.structure) if case is not None else 0)
+            known.calls_left = max(_CALLS_BETWEEN_LOOKS, len(case.spec.structure) if case is not None else 0)
         for key in (like, growth(*call[1:]) if state is State.GROWING else None):
             if key is not None and state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE):
                 known[key] = ()
