@@ -122,9 +122,9 @@ def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_
 
 
 def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
-    moment, are_new = Moment(), []
+    moment, are_new, tries = Moment(), [], iter([True, True, False])
     assert not moment.begin()
-    moment.note(moment, lambda: moment.begun < 4)
+    moment.note(moment, lambda: next(tries))
     moment.end(is_complete=True, had_new_code=False)
     for _ in range(4):
         are_new.append(moment.begin())

@@ -167,26 +167,28 @@ def test_later_boots_are_told_that_all_instances_were_compared_by_a_whole_predic
     assert bool(marks(compiler)) is is_marked
 
 
-def test_a_comparison_that_was_given_up_leaves_nothing_to_wait_for(many, monkeypatch):
-    """What waits makes each call outside predictions one of its own, for which everything is looked at again."""
+def test_a_comparison_that_does_not_end_is_tried_after_1_10_and_100_predictions_and_then_no_more(many, monkeypatch):
+    """What waits makes each call outside predictions one of its own, for which everything is looked at again. What was
+    given up leaves nothing to wait for."""
+    blocks, compiler = many
+    moment, tries = compiler.policy.moment, []
 
     def fail(*_: object) -> None:
+        tries.append(now)
         raise MemoryError("none left")
 
-    monkeypatch.setattr(kinds, "_TRIES_AFTER", (0, 0, 0))
     monkeypatch.setattr(trial.Comparison, "check", fail)
-    blocks, compiler = many
-    moment = compiler.policy.moment
-    for _ in range(2):
+    for now in range(120):  # noqa: B007
         had_new_code = moment.begin()
-        for _ in range(4):
-            answer(blocks[0], 4)
+        for block in (*blocks[:2], blocks[0]):
+            answer(block, 4)
         moment.end(True, had_new_code)
+    assert tries == [0, 1, 11, 111]
     assert "none left" in only_report(compiler).reason
-    begun = moment.begun
+    known = moment.known
     for block in blocks:
         answer(block, 4)
-    assert moment.begun == begun
+    assert moment.known is known
 
 
 def test_a_round_of_the_warm_up_that_fails_proves_nothing(directory):

@@ -72,7 +72,8 @@ class _Accepted(NamedTuple):
 
 
 class Precompiled:
-    """A loaded compiled function, for all modules and inputs that it fits. `path` is its file."""
+    """A loaded compiled function, for all modules and inputs that it fits. `path` is its file. `is_proved`: an earlier
+    boot of this very version has compared it with eager on all instances."""
 
     def __init__(self, path: str, record: Record, payload: bytes) -> None:
         """Unpickle `payload`, which must be verified.
@@ -86,7 +87,7 @@ class Precompiled:
             self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
-        self.path = path
+        self.path, self.is_proved = path, False
         self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
         self._accepted: _Accepted | None = None

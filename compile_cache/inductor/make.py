@@ -142,12 +142,14 @@ class Graphs:
 @dataclass(frozen=True, slots=True)
 class Graph:
     """The graph or graphs of `torch.compile` for some calls. `adding` says how a comparison may add some: see
-    `Policy.for_graphs`. `path` is empty: graphs lie in files of Inductor's, and only a function has one of its own."""
+    `Policy.for_graphs`. `path` is empty: graphs lie in files of Inductor's, and only a function has one of its own. So
+    has the mark that a function `is_proved`."""
 
     graphs: Graphs
     is_whole: bool
     adding: Callable[[], str]
     path: str = ""
+    is_proved: bool = False
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True: torch has the guards, and checks them in the call."""

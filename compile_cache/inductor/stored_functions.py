@@ -15,7 +15,7 @@ import logging
 import platform
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,9 +77,12 @@ class Artifacts:
 
     A function is loaded once, by whichever comes first: `prefetch`, before a call is known; `arrive`, when another
     process has made it; or `find`.
+
+    `proved` has those that an earlier boot of this very version has compared with eager on all instances.
     """
 
-    def __init__(self, settings: Settings, directory: Path) -> None:
+    def __init__(self, settings: Settings, directory: Path, proved: Iterable[str] = ()) -> None:
+        self.proved = {*proved}
         self._mode = settings.mode
         self._dynamic = settings.dynamic
         self._directory = directory
@@ -124,6 +127,7 @@ class Artifacts:
         function = self._ahead.pop(path, None) or _load(path, *self._read(path))
         if difference := function.outdated():  # one that was loaded ahead may be outdated by now
             raise ArtifactError(difference)
+        function.is_proved = path in self.proved
         return self._functions.setdefault(path, function)  # another thread may have been first
 
     def mark_compared(self, path: str, is_late: bool) -> str:
@@ -273,6 +277,7 @@ class Artifacts:
     def reject(self, path: str, reason: str) -> None:
         """Stop using a record in this process, and remove its marks."""
         self._refused[path] = reason
+        self.proved.discard(path)
         self._ahead.pop(path, None)
         self._functions.pop(path, None)
         for mark in marks_of(path):

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 MOST_FUNCTIONS = 8
 # After so many kinds that differ in one size only, a region asks for one function for all sizes.
 _SIZES_BEFORE_OPEN = 3
-# A comparison that did not end is tried again after so many predictions.
-_TRIES_AFTER = (1, 10, 100)
 _CHANGING = "a number or a flag changes from call to call, so no compiled code fits for long"
 _TOO_MANY = f"eager for new kinds of calls: {RECOMPILE_LIMIT} are kept"
 
@@ -39,9 +37,8 @@ class State(enum.Enum):
     - CLAIMED: one thread looks for stored code, makes code (`block`), or orders it (`background`). Eager answers.
     - ORDERED: the second process makes the code. Eager answers.
     - LATE: functions are stored for such calls, and are loaded after READY. Eager answers. Then the case is NEW again.
-    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance.
-    - PROVED: as ARRIVED, but an earlier boot compared the code on all instances, so one is enough. Code that is found
-      after READY serves without.
+    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. If an earlier boot
+      compared it on all instances, one is enough, and after READY none.
     - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
     - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
       compared yet is compared first.
@@ -54,7 +51,6 @@ class State(enum.Enum):
     ORDERED = "ordered"
     LATE = "late"
     ARRIVED = "arrived"
-    PROVED = "proved"
     PRECOMPILED = "precompiled"
     CACHED = "cached"
     GROWING = "growing"
@@ -65,19 +61,18 @@ class State(enum.Enum):
 MOVES: Mapping[State, frozenset[State]] = {
     State.NEW: frozenset({State.CLAIMED, State.EAGER}),
     State.CLAIMED: frozenset(
-        {State.NEW, State.ORDERED, State.LATE, State.ARRIVED, State.PROVED, State.GROWING, State.EAGER},
+        {State.NEW, State.ORDERED, State.LATE, State.ARRIVED, State.GROWING, State.EAGER},
     ),
     State.LATE: frozenset({State.NEW, State.EAGER}),
     State.ORDERED: frozenset({State.ARRIVED, State.EAGER}),
     State.ARRIVED: frozenset({State.PRECOMPILED, State.CACHED, State.EAGER}),
-    State.PROVED: frozenset({State.PRECOMPILED, State.EAGER}),
     State.PRECOMPILED: frozenset({State.EAGER}),
     State.CACHED: frozenset({State.EAGER}),
     State.GROWING: frozenset(),
     State.EAGER: frozenset(),
 }
 # The states that have code.
-WITH_CODE = frozenset({State.ARRIVED, State.PROVED, State.PRECOMPILED, State.CACHED})
+WITH_CODE = frozenset({State.ARRIVED, State.PRECOMPILED, State.CACHED})
 
 
 class Standing(enum.Enum):
@@ -106,21 +101,20 @@ class Case:
 
     | field | meaning |
     | --- | --- |
-    | `spec`, `first` | the first such call, and its module |
+    | `spec` | the first such call |
     | `state` | how its calls are served; `move` alone sets it |
     | `reason` | in words, why its calls are eager |
     | `code` | what serves them, once it has arrived |
     | `standings` | the instances that made such calls, those that called last at the end |
-    | `unended` | the predictions in which a comparison began and did not end |
+    | `unended` | how many comparisons did not end since one did |
     """
 
     spec: CallSpec
-    first: nn.Module
     state: State = State.NEW
     reason: str = ""
     code: Code | None = None
     standings: dict[nn.Module, Standing] = field(default_factory=dict)
-    unended: tuple[int, ...] = ()
+    unended: int = 0
 
     def move(self, state: State, reason: str = "") -> bool:
         """Go to `state`. False if `MOVES` has no such way, because another thread was first."""
@@ -130,11 +124,16 @@ class Case:
             self.state, self.reason = state, reason
             return True
 
-    def arrive(self, code: Code, is_proved: bool = False) -> None:
+    def arrive(self, code: Code) -> None:
         """Take code that has to be compared, unless the case was given up."""
         with LOCK:
-            if self.move(State.PROVED if is_proved else State.ARRIVED):
+            if self.move(State.ARRIVED):
                 self.code = code
+
+    @property
+    def has_proved_code(self) -> bool:
+        """Whether its code arrived, and an earlier boot of this very version has compared that on all instances."""
+        return self.state is State.ARRIVED and self.code is not None and self.code.is_proved
 
     def meet(self, module: nn.Module) -> None:
         """Note a call of `module`. Another instance that made none since the call of `module` before is away."""
@@ -192,16 +191,11 @@ class Case:
         with LOCK:  # `meet` takes it out for a moment
             return self.standings.get(module) not in _PASSED
 
-    def may_compare(self, prediction: int) -> bool:
-        """Whether a comparison may begin in this prediction: those that did not end are tried again after a while."""
-        if len(self.unended) > len(_TRIES_AFTER):  # another thread is giving it up
-            return False
-        return not self.unended or prediction >= self.unended[-1] + _TRIES_AFTER[len(self.unended) - 1]
-
-    def put_off(self, prediction: int) -> bool:
-        """Note that the comparison of this prediction does not end; False if there were too many."""
-        self.unended += (prediction,)
-        return len(self.unended) <= len(_TRIES_AFTER)
+    def counts_for(self, module: nn.Module) -> bool:
+        """Whether the case is one of those that may be made for an instance: it made such calls, or no other did."""
+        if self.serves_any:
+            return not self.is_to_compare(module)
+        return module in self.standings or self._is_function
 
     def is_known_to_serve(self, module: nn.Module) -> bool:
         """Whether calls of this instance were served as the case says, so that it is asked first."""
@@ -260,8 +254,8 @@ class Kinds:
                     return case, case.code
                 case.leave(module)
                 covering.append(case)
-                misfit = reason if case.first is module else misfit
-            case = Case(spec, module)
+                misfit = reason
+            case = Case(spec)
             if reason := self._why_none(module, spec, covering, misfit):
                 case.move(State.EAGER, reason)
             else:
@@ -273,11 +267,12 @@ class Kinds:
         """Why no other case of a kind is made for this instance; empty if one may be."""
         if not self._has_room(spec):
             return _TOO_MANY
-        own = [case for case in covering if case.first is module]
+        own = [case for case in covering if case.counts_for(module)]
         if len(own) >= MOST_FUNCTIONS:
             return _CHANGING
         # The module may have changed since its code was ordered. If that happens twice, no code will fit.
-        made = [case for case in own if case.state is State.ARRIVED and case.spec.numbers == spec.numbers]
+        arrived = [case for case in own if case.state is State.ARRIVED and not case.has_proved_code]
+        made = [case for case in arrived if case.spec.numbers == spec.numbers]
         if len(made) > 1 and not any(case.serves_any for case in covering):
             return f"code of the second process does not fit in this process: {misfit}"
         return ""
@@ -292,15 +287,15 @@ class Kinds:
             alike[:] = [case for case in alike if case.spec in kept]
         return len(kept) < RECOMPILE_LIMIT
 
-    def leave_sizes_open(self, case: Case) -> None:
-        """Let the code of a claimed case leave sizes open, if kinds of calls of its module differ in one size of a
-        tensor."""
+    def leave_sizes_open(self, case: Case, module: nn.Module) -> None:
+        """Let the code of a case that `module` has claimed leave sizes open, if kinds of calls of the module differ in
+        one size of a tensor."""
         with LOCK:
             alike = self._cases.get(case.spec.without_sizes, [])
             if case not in alike:  # another thread made room for its own
                 return
             # Other modules may have another width.
-            kinds = {one.spec.sizes: one.spec for one in alike if case.first in one.standings}
+            kinds = {one.spec.sizes: one.spec for one in alike if module in one.standings}
             differing = [found for kind in kinds.values() if (found := _differing(kind, case.spec)) is not None]
             varying = tuple(sorted(set[tuple[int, int]]().union(*differing)))
             opened = [one.spec for one in alike if one.spec.open]

@@ -33,10 +33,8 @@ class Known(dict[Hashable, Any]):
 class Moment:
     """Counts the predictions that are open, and makes changes when none is. Thread-safe.
 
-    `open` says how many predictions are open. `begun` counts those that have begun; outside predictions, an arrival and
-    the next call after it count as one each.
-
-    `known` has what was found out about calls, by module. It is empty again once `begun` moves.
+    `open` says how many predictions are open. `known` has what was found out about calls, by module. It is another
+    dictionary once a prediction begins, and outside predictions after an arrival and in the next call after it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +46,6 @@ class Moment:
         self._endings: dict[object, Callable[[], object]] = {}
         self._is_new = False
         self.open = 0
-        self.begun = 0
         self.known: dict[object, Known] = {}
 
     def note(self, subject: object, change: Callable[[], bool | None]) -> None:
@@ -58,12 +55,17 @@ class Moment:
             _, since_s = self._changes.get(subject, (change, time.monotonic()))
             self._changes[subject] = change, since_s
             if self.open == 0:
-                self._turn()
+                self.known = {}
+
+    def has(self, subject: object) -> bool:
+        """Whether a change of this subject waits."""
+        with LOCK:
+            return subject in self._changes
 
     def begin(self) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
         with self._beginning, LOCK:
-            self._turn()
+            self.known = {}
             if self.open == 0:
                 self._endings.clear()
                 self._take()
@@ -102,7 +104,7 @@ class Moment:
             return
         with LOCK:
             if self.open == 0:
-                self._turn()
+                self.known = {}
                 self._take()
 
     def holds(self, known: Known) -> bool:
@@ -121,16 +123,12 @@ class Moment:
 
     def stays_alone(self) -> Callable[[], bool]:
         """A function that says whether, from now on, no other prediction was open."""
-        begun, is_alone = self.begun, self.open <= 1
-        return lambda: is_alone and self.begun == begun
+        known, is_alone = self.known, self.open <= 1
+        return lambda: is_alone and self.known is known
 
     def forget_threads(self) -> None:
         """In a fork: predictions of other threads never end there, and what they hold is never released."""
         self._beginning, self.open = threading.RLock(), 0
-
-    def _turn(self) -> None:
-        self.begun += 1
-        self.known = {}
 
     def _take(self) -> None:
         changes, self._changes = self._changes, {}

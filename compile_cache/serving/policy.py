@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,7 @@ class Policy:
 
     torch's compiler is imported at once; if a second process compiles and nothing was restored, when the first artifact
     arrives.
-    `proved` has the functions that an earlier boot of this very version has compared on all instances. `late` has the
-    functions that are still to be loaded after READY, each with the LATE cases that it may fit.
+    `late` has the functions that are still to be loaded after READY, each with the LATE cases that it may fit.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
     """
@@ -62,7 +61,6 @@ class Policy:
         self._directory = directory
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
-        self.proved = frozenset(path for path in functions if any(mark in stored for mark in marks_of(path)))
         late = functions if settings.unseen == "background" else []
         self.late: dict[str, list[Case]] = {path: [] for path in sorted(late) if marks_of(path)[1] in stored}
         self._calls = calls
@@ -79,7 +77,8 @@ class Policy:
         self._opening = threading.Lock()
         self.outgoing = directory.outgoing
         if settings.cold_start == "block" or has_artifacts(stored):
-            self.open()
+            # An earlier boot of this very version has compared these on all instances.
+            self.open({path for path in functions if any(mark in stored for mark in marks_of(path))})
 
     @property
     def artifacts(self) -> Artifacts | None:
@@ -102,11 +101,11 @@ class Policy:
         until_s = self.compiles_until_s  # which another thread may set
         if until_s is None:
             return self._settings.unseen
-        is_left = is_late and self._settings.setup_budget_s is None and not self.proved
+        is_left = is_late and self._settings.setup_budget_s is None and not (self.artifacts and self.artifacts.proved)
         return "background" if is_left or time.monotonic() > until_s else self._settings.cold_start
 
-    def open(self) -> None:
-        """Import torch's compiler, once, and find artifacts from now on."""
+    def open(self, proved: Iterable[str] = ()) -> None:
+        """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`."""
         with self._opening:
             if self._artifacts is not None:
                 return
@@ -124,7 +123,7 @@ class Policy:
                 self._artifacts = why
                 log.warning("No precompiled regions in this boot: %s", why)
             else:
-                self._artifacts = Artifacts(self._settings, self._directory.path)
+                self._artifacts = Artifacts(self._settings, self._directory.path, proved)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""

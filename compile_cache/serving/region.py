@@ -184,7 +184,7 @@ class Region:
         maker = self.source.maker(case, call)
         if maker is not None:
             return self.trials.hold(case, call, maker)
-        if case.state is State.PROVED and not self._policy.is_warming_up:
+        if case.has_proved_code and not self._policy.is_warming_up:
             self.trials.let_serve(case, call[0])
         if case.state is not State.CLAIMED:
             return self._serve_known(case, case.code, call, like)

@@ -6,6 +6,7 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import weakref
@@ -40,7 +41,7 @@ class Regions:
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
         self._left_eager: dict[str, RegionReport] = {}
-        _all.add(self)
+        os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self)))
 
     def compile(
         self, root: nn.Module, whole: bool = False, shares_weights: bool = False, after_ready: bool = False
@@ -140,20 +141,16 @@ class Regions:
         return unread_files(paths)
 
 
-_all: weakref.WeakSet[Regions] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
+def _after_fork(made: weakref.ref[Regions]) -> None:
     """In a fork, which has none of this process's threads, serve calls eager whose code nobody will bring. Loaded code
     serves as before."""
-    LOCK.release()
-    for regions in list(_all):
+    if (regions := made()) is not None:
         regions.policy.order_nothing(_FORKED)
         for region in list(regions.by_class.values()):
             region.source.give_up_orders(_FORKED)
 
 
-os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=_after_fork)
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 def find_regions(root: nn.Module, scope: str) -> list[nn.Module]:

@@ -65,7 +65,7 @@ class Source:
             return None
         found = policy.find(case.spec, call)
         if not isinstance(found, str):
-            case.arrive(found, is_proved=found.path in policy.proved)
+            case.arrive(found)
             count_precompiled("loaded")
             self._report.loaded += 1
             return None
@@ -85,7 +85,7 @@ class Source:
         elif what == "eager":
             self.give_up(case, "nothing is compiled for it, and COMPILE_CACHE_UNSEEN=eager")
         elif not policy.is_warming_up:
-            self._kinds.leave_sizes_open(case)
+            self._kinds.leave_sizes_open(case, call[0])
         return None
 
     def make(self, case: Case, maker: Maker, shadow: Shadow) -> None:

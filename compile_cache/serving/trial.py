@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
+# A comparison that did not end is tried again after so many predictions.
+_TRIES_AFTER = (1, 10, 100)
 _GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
 
@@ -97,7 +99,7 @@ class Trials:
     def _begin(self, case: Case, call: Call) -> Comparison | None:
         """A copy of the call to compare with. None if there can be none now; if there can never be one, the case is
         given up."""
-        if not case.may_compare(self._policy.moment.begun):
+        if self._policy.moment.has((case, "again")):  # one did not end
             return None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
@@ -164,8 +166,8 @@ class Trials:
         """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
         is taken at once, for all instances, unless other predictions are open: they had eager's answers."""
         with LOCK:
-            case.unended = ()
-            if is_proved := case.state is State.PROVED:
+            case.unended = 0
+            if is_proved := case.has_proved_code:
                 case.serve(*self._instances)
             else:
                 case.standings[module] = Standing.PASSED
@@ -182,7 +184,7 @@ class Trials:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
         at once."""
         if not case.has_passed:
-            return case.state in (State.ARRIVED, State.PROVED)
+            return case.state is State.ARRIVED
         case.serve()
         if case.code is not None and not case.code.path:
             case.move(State.CACHED)
@@ -193,14 +195,15 @@ class Trials:
         return False
 
     def _put_off(self, case: Case, error: BaseException) -> None:
-        reason, moment = f"not compared with eager: {Failure(error).reason}", self._policy.moment
+        reason = f"not compared with eager: {Failure(error).reason}"
         if case.code is not None and case.code.path:  # the files of graphs have other owners
             self._policy.outgoing.doubt(case.code.path)
-        if case.put_off(moment.begun):
-            # Predictors that replay recorded calls make no other call until there is something new.
-            moment.note((case, "again"), lambda: case.state is not State.EAGER and not case.may_compare(moment.begun))
-        else:
+        case.unended += 1
+        if case.unended > len(_TRIES_AFTER):
             self._source.give_up(case, reason)
+        else:  # predictors that replay recorded calls make no other call until there is something new
+            moments = iter(range(1, _TRIES_AFTER[case.unended - 1]))
+            self._policy.moment.note((case, "again"), lambda: case.state is not State.EAGER and bool(next(moments, 0)))
         log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)
 
 
