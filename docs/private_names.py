@@ -65,7 +65,6 @@ PRIVATE_NAMES = (
     PrivateNames("torch._inductor", "select_algorithm decomposition graph debug output_code", NO_FUNCTION),
     PrivateNames("torch._inductor", "codegen.memory_planning utils._align", NO_FUNCTION),
     PrivateNames("torch._inductor", "async_compile hooks", SLOWER_BOOT),
-    PrivateNames("torch._dynamo.guards", "get_verbose_code_parts", SLOWER_BOOT),
     PrivateNames("torch._inductor.runtime", "triton_compat", SLOWER_BOOT),
     PrivateNames("torch._functorch._aot_autograd", "aot_autograd_result", SLOWER_BOOT),
     PrivateNames("torch._functorch._aot_autograd", "subclass_codegen", SLOWER_BOOT, "2.12–2.15"),

@@ -77,14 +77,20 @@ def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_on
     assert orders(compiler)[-1].dynamic == ((0, 0),)
 
 
-def test_a_call_for_which_too_many_wait_is_eager_and_says_so(directory, monkeypatch):
-    monkeypatch.setattr("compile_cache.serving.source.RECOMPILE_LIMIT", 2)
+def test_a_call_for_which_too_many_wait_is_ordered_once_they_are_made(directory, monkeypatch):
+    monkeypatch.setattr("compile_cache.serving.policy.RECOMPILE_LIMIT", 2)
     block = build(WideBlock)
     compiler = background(directory, block)
-    warm_up(compiler, lambda: [block(rows(count)) for count in (3, 4, 5)])
+    warm_up(compiler, lambda: [block(rows(count)) for count in (3, 4, 5, 5)])
     assert len(orders(compiler)) == 2
-    (region,) = compiler.by_class.values()
-    assert "eager for 5x16: cannot be compiled in a second process: too many calls wait" in region.report.reason
+    compiler.policy.release()
+    assert compiler.policy.wait(PATIENCE_S)
+    predict(block, 5)
+    assert compiler.policy.wait(PATIENCE_S)
+    for count in (3, 4, 5, 3, 4, 5):
+        predict(block, count)
+    assert dict(compiler.by_class[WideBlock].served) == {"eager": 8, "precompiled": 3}
+    assert compiler.by_class[WideBlock].report.reason == ""
 
 
 def test_new_code_is_taken_between_two_predictions(directory):
@@ -130,6 +136,15 @@ def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
         are_new.append(moment.begin())
         moment.end(is_complete=True, had_new_code=are_new[-1])
     assert are_new == [False, False, True, False]
+
+
+def test_outside_predictions_what_is_known_of_calls_is_kept_while_a_change_is_too_early():
+    moment, tries = Moment(), iter([True, True, False])
+    moment.note(moment, lambda: next(tries))
+    known = moment.known
+    for is_early in (True, True, False):
+        moment.pass_by()
+        assert (moment.known is known) is is_early
 
 
 def test_a_change_that_fails_costs_no_other_change_and_no_prediction():

@@ -24,6 +24,7 @@ from compile_cache.inductor.make import Answer
 from compile_cache.lifecycle import host
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving import kinds, trial
+from compile_cache.serving.comparison import Check
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
@@ -165,6 +166,62 @@ def test_later_boots_are_told_that_all_instances_were_compared_by_a_whole_predic
     answer_all(blocks)  # outside predictions, nobody knows when all were called
     answer_all(blocks)
     assert bool(marks(compiler)) is is_marked
+
+
+@pytest.fixture
+def served_one(many):
+    """The same, once code serves the first block."""
+    blocks, compiler = many
+    steps = [predict_each(compiler, blocks[:1]) for _ in range(3)]
+    assert steps == [["eager"], ["eager"], ["precompiled"]]
+    return blocks, compiler
+
+
+def predict_each(compiler: Regions, blocks: list[Product]) -> list[str]:
+    """A prediction that calls each block once. Returns how each call was served."""
+    had_new_code, steps = compiler.policy.moment.begin(), []
+    for block in blocks:
+        before = Counter(served(compiler))
+        answer_all([block])
+        steps += Counter(served(compiler)) - before
+    compiler.policy.moment.end(True, had_new_code)
+    return steps
+
+
+@pytest.mark.parametrize("obstacle", ["no copy", "no memory"])
+def test_an_instance_on_which_code_cannot_be_compared_costs_the_others_nothing(served_one, monkeypatch, obstacle):
+    (first, second, other, *_), compiler = served_one
+    if obstacle == "no copy":
+        other.numbers = (number for number in ())
+    else:
+        fail_for(other, monkeypatch)
+    for _ in range(115):
+        predict_each(compiler, [first, other])
+    assert predict_each(compiler, [second, first, other]) == ["eager", "precompiled", "eager"]
+    assert predict_each(compiler, [second, first, other]) == ["precompiled", "precompiled", "eager"]
+    assert {"no copy": "cannot be compared", "no memory": "none left"}[obstacle] in only_report(compiler).reason
+    assert compiler.policy.waiting == 0
+
+
+def test_code_that_serves_already_does_not_wait_for_an_instance_that_is_gone(served_one, monkeypatch):
+    (first, second, gone, *_), compiler = served_one
+    with monkeypatch.context() as patch:
+        fail_for(gone, patch)
+        assert predict_each(compiler, [first, second, gone]) == ["precompiled", "eager", "eager"]
+    for _ in range(2):
+        assert predict_each(compiler, [first, second]) == ["precompiled", "precompiled"]
+
+
+def fail_for(module: nn.Module, patch: pytest.MonkeyPatch) -> None:
+    """Let comparisons on this instance find no memory."""
+    check = trial.Comparison.check
+
+    def checked(self: trial.Comparison, code: object) -> Check:
+        if self._call[0] is module:
+            raise MemoryError("none left")
+        return check(self, code)
+
+    patch.setattr(trial.Comparison, "check", checked)
 
 
 def test_a_comparison_that_does_not_end_is_tried_after_1_10_and_100_predictions_and_then_no_more(many, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a boot leaves out when it loads compiled functions: imports, digests of sources, and copies.
+"""What a boot leaves out when it loads compiled functions: imports, and digests of sources.
 
 All of it is speed. Without this file, `aot.load_function` loads the same functions.
 
@@ -17,7 +17,6 @@ import threading
 import types
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock  # torch has imported it
 
 import torch
 import torch._inductor
@@ -52,24 +51,9 @@ _LOADER = (
 @contextlib.contextmanager
 def lean() -> Iterator[None]:
     """Load functions without what a boot leaves out, while the context lasts. One thread at a time."""
-    results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
-    result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
-    with (
-        # Generated code asks for worker processes before it finds that its kernels exist.
-        torch._inductor.config.patch(compile_threads=1),
-        without_compiler(),
-        mock.patch.object(guards, "get_verbose_code_parts", _code_alone, create=True),
-        # torch copies the function, with the records of all its kernels, so that it could be stored again.
-        mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
-    ):
+    # Generated code asks for worker processes before it finds that its kernels exist.
+    with torch._inductor.config.patch(compile_threads=1), without_compiler():
         yield
-
-
-def _code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
-    """A guard's code, without the line of the model's code that explains it: torch looks each of them up, and nothing
-    here reads them. A model of 32 blocks loads in 0.50 s of CPU time instead of 0.56 s (n = 6); for a block it makes no
-    difference."""
-    return [code_parts] if isinstance(code_parts, str) else code_parts
 
 
 def torch_key() -> str:

@@ -38,7 +38,7 @@ class State(enum.Enum):
     - ORDERED: the second process makes the code. Eager answers.
     - LATE: functions are stored for such calls, and are loaded after READY. Eager answers. Then the case is NEW again.
     - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. If an earlier boot
-      compared it on all instances, one is enough, and after READY none.
+      compared it on all instances, one is enough in the warm-up, and none is needed outside it.
     - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
     - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
       compared yet is compared first.
@@ -57,7 +57,7 @@ class State(enum.Enum):
     EAGER = "eager"
 
 
-# The states that may follow each state. A claim that ends without code makes the case NEW again.
+# The states that may follow each state. If nothing was found, made, ordered or given up, a claim ends in NEW.
 MOVES: Mapping[State, frozenset[State]] = {
     State.NEW: frozenset({State.CLAIMED, State.EAGER}),
     State.CLAIMED: frozenset(
@@ -80,9 +80,9 @@ class Standing(enum.Enum):
 
     - TO_COMPARE: the code has to be compared on it.
     - AWAY: as TO_COMPARE, but others called again since its last call. It may be gone, and is not waited for.
-    - PASSED: the code was compared on it in this prediction, and serves it from the next one on.
+    - PASSED: the code was compared on it. Eager answers until the code is taken, between two predictions.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
-    - DOES_NOT_FIT: no graph fitted its call.
+    - DOES_NOT_FIT: no graph fitted its call, or the code cannot be compared on it. Its next call gets another case.
     """
 
     TO_COMPARE = "to compare"
@@ -136,7 +136,7 @@ class Case:
         return self.state is State.ARRIVED and self.code is not None and self.code.is_proved
 
     def meet(self, module: nn.Module) -> None:
-        """Note a call of `module`. Another instance that made none since the call of `module` before is away."""
+        """Note a call of `module`. If it calls again, each instance to compare that did not call in between is away."""
         with LOCK:
             if module in self.standings:
                 for other in list(self.standings):
@@ -155,7 +155,7 @@ class Case:
                 del self.standings[module]
 
     def miss(self, module: nn.Module) -> None:
-        """Note that no graph fits a call of `module`. Its next call gets another case."""
+        """Note that the code is not for this instance, whose next call gets another case."""
         with LOCK:
             self.standings[module] = Standing.DOES_NOT_FIT
 
@@ -204,10 +204,11 @@ class Case:
     def misfit(self, spec: CallSpec, call: Call) -> str:
         """Why the case is not for this call, which it covers; empty if it is. Code that is still to come may fit any
         number."""
-        if self.code is not None and self._is_function:
+        is_left_out = self.standings.get(call[0]) is Standing.DOES_NOT_FIT
+        if self.code is not None and self._is_function and not is_left_out:
             return self.code.misfit(*call)
         is_open = self.state in (State.NEW, State.CLAIMED, State.ORDERED, State.LATE, State.GROWING)
-        is_same = self.spec.numbers == spec.numbers and self.standings.get(call[0]) is not Standing.DOES_NOT_FIT
+        is_same = self.spec.numbers == spec.numbers and not is_left_out
         return "" if is_open or is_same else "it is for other calls"
 
     def covers(self, spec: CallSpec) -> bool:

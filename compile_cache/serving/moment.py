@@ -1,7 +1,7 @@
 """The moment at which new code is taken: between two predictions. So one prediction has one code.
 
-Only under steady overlap, once code has waited for ten seconds, all that waits is taken in the middle. Code that failed
-stops at once.
+Under steady overlap, once code has waited for ten seconds, all that waits is taken in the middle. Code that an earlier
+boot proved is taken by the first call that finds it, and code that failed stops, at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Known(dict[Hashable, Any]):
 class Moment:
     """Counts the predictions that are open, and makes changes when none is. Thread-safe.
 
-    `open` says how many predictions are open. `known` has what was found out about calls, by module. It is another
-    dictionary once a prediction begins, and outside predictions after an arrival and in the next call after it.
+    `open` says how many predictions are open. `known` has what was found out about calls, by module. An empty one takes
+    its place when a prediction begins, and outside predictions when a change is noted or made.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,6 @@ class Moment:
             return
         with LOCK:
             if self.open == 0:
-                self.known = {}
                 self._take()
 
     def holds(self, known: Known) -> bool:
@@ -137,4 +136,5 @@ class Moment:
             if is_early is True:
                 self._changes.setdefault(subject, (change, time.monotonic()))
             else:
+                self.known = {}
                 self._is_new |= not isinstance(is_early, Failure)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import ArtifactError, Failure, attempt
 from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
 from compile_cache.serving.kinds import Case, State
@@ -252,6 +253,11 @@ class Policy:
                 if self._orders is None:
                     self._orders = Orders(self._settings, self._directory, self._released)
         return self._orders
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many calls wait for the second process that no other can be ordered now."""
+        return not isinstance(self._orders, str | None) and self._orders.queue.waiting >= RECOMPILE_LIMIT
 
     def take(self, name: str, answer: Answer) -> Answer:
         """The second process's answer for a call, with its files in the cache directory and its function loaded."""

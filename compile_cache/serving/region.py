@@ -1,8 +1,8 @@
 """A module class and its instances: routes each call to the code that serves it.
 
 A call that a taken function fits, or that is like one settled in this prediction, is served at once. Any other call
-gets its case, whose state says what happens: see `State`. New code is taken once it was compared with eager on each
-instance, from the next prediction on.
+gets its case, whose state says what happens: see `State`. New code is taken between two predictions, once it was
+compared with eager on an instance, and no other is waited for.
 
 This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
@@ -188,6 +188,9 @@ class Region:
             self.trials.let_serve(case, call[0])
         if case.state is not State.CLAIMED:
             return self._serve_known(case, case.code, call, like)
+        if self._policy.is_full:  # the next prediction orders it
+            self._settle(call, like, None)
+            return self.trials.serve_eager(call)
         order = attempt(self.source.pack, case, call)
         answer = self.trials.serve_eager(call, case)
         if case.state is State.CLAIMED:

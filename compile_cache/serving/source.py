@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from compile_cache.calls.shadow import Shadow
 from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
 from compile_cache.errors import CompileCacheError, Failure, GraphNotStored, NotHandedOver, UnseenCallError, attempt
@@ -172,8 +174,8 @@ class Source:
     def pack(self, case: Case, call: Call) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
         orders = self._policy.orders()
-        if isinstance(orders, str) or orders.queue.waiting >= RECOMPILE_LIMIT:
-            raise NotHandedOver(orders if isinstance(orders, str) else "too many calls wait")
+        if isinstance(orders, str):
+            raise NotHandedOver(orders)
         name = f"{self._report.name} {case.spec}"
         order = orders.pack(name, call, case.spec.open, self._rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
@@ -235,6 +237,14 @@ class Source:
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)
         self._report.wait_for(self._kinds.waiting)
+
+    def leave_out(self, case: Case, module: nn.Module, reason: str) -> None:
+        """Compare the code no more on this instance; give it up if it serves no other."""
+        if case.serves_any:
+            self._report.explain(f"eager for an instance: {reason}")
+            case.miss(module)
+        else:
+            self.give_up(case, reason)
 
     def give_up(self, case: Case, reason: str, state: State = State.EAGER) -> bool:
         """Serve a case's calls eager from now on. False if they are already."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-# A comparison that did not end is tried again after so many predictions.
+# A comparison that did not end is tried again after so many moments.
 _TRIES_AFTER = (1, 10, 100)
 _GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
@@ -53,7 +53,7 @@ class Trials:
 
     def hold(self, case: Case, call: Call, maker: Maker | None = None) -> Any:
         """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
-        trial cannot end, nothing is concluded, and a later call repeats it."""
+        trial does not end, nothing is concluded, and a later call repeats it, up to three times."""
         policy, making, started = self._policy, self._policy.making, time.perf_counter()
         comparison = None
         # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
@@ -106,9 +106,9 @@ class Trials:
         try:
             return Comparison(call)
         except NotHandedOver as error:
-            self._source.give_up(case, f"it cannot be compared with eager: {error}")
+            self._source.leave_out(case, call[0], f"it cannot be compared with eager: {error}")
         except Exception as error:  # no memory, or a mode of torch in which nothing can be copied
-            self._put_off(case, error)
+            self._put_off(case, call[0], error)
         return None
 
     def _hold(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
@@ -118,7 +118,7 @@ class Trials:
         except BaseException as error:
             is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
             if not is_of_model:  # a cancel, or no memory beside the copy
-                self._put_off(case, error)
+                self._put_off(case, call[0], error)
             raise
         comparison.expect(answer)
         if maker is not None and case.state is State.CLAIMED:
@@ -141,7 +141,7 @@ class Trials:
                     raise ArtifactError("other predictions would see the generators of random numbers set back")
                 check = comparison.check(code.try_out)
         except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
-            self._put_off(case, error)
+            self._put_off(case, module, error)
         except NoGraph:
             case.miss(module)
         except NotHandedOver as error:  # it says what the call changes
@@ -160,7 +160,7 @@ class Trials:
             elif stays_alone():
                 self._source.drop(case, check.difference)
             else:  # a call of another prediction may have written into the same module
-                self._put_off(case, ArtifactError(f"while other predictions were open, {check.difference}"))
+                self._put_off(case, module, ArtifactError(f"while other predictions were open, {check.difference}"))
 
     def let_serve(self, case: Case, module: nn.Module) -> None:
         """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
@@ -183,8 +183,8 @@ class Trials:
     def _take(self, case: Case) -> bool:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
         at once."""
-        if not case.has_passed:
-            return case.state is State.ARRIVED
+        if case.state is State.ARRIVED and not case.has_passed:
+            return True
         case.serve()
         if case.code is not None and not case.code.path:
             case.move(State.CACHED)
@@ -194,13 +194,14 @@ class Trials:
             self._source.release(case)
         return False
 
-    def _put_off(self, case: Case, error: BaseException) -> None:
+    def _put_off(self, case: Case, module: nn.Module, error: BaseException) -> None:
         reason = f"not compared with eager: {Failure(error).reason}"
         if case.code is not None and case.code.path:  # the files of graphs have other owners
             self._policy.outgoing.doubt(case.code.path)
         case.unended += 1
         if case.unended > len(_TRIES_AFTER):
-            self._source.give_up(case, reason)
+            self._source.leave_out(case, module, reason)
+            case.unended = 0
         else:  # predictors that replay recorded calls make no other call until there is something new
             moments = iter(range(1, _TRIES_AFTER[case.unended - 1]))
             self._policy.moment.note((case, "again"), lambda: case.state is not State.EAGER and bool(next(moments, 0)))
