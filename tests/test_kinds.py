@@ -53,8 +53,9 @@ def test_the_states_are_walked_as_the_table_says_and_eager_is_the_end():
             assert case.move(end) is (end in MOVES[start])
             assert case.state is (end if end in MOVES[start] else start)
     ends = {state for state in State if not MOVES[state]}
-    assert ends == {State.EAGER, State.GROWING}
-    assert all(State.EAGER in MOVES[state] for state in State if state not in ends)
+    assert ends == {State.EAGER}
+    given_up = {*State} - ends - {State.LATE, State.GROWING}  # these two end in NEW
+    assert all(State.EAGER in MOVES[state] for state in given_up)
     ends, found = {State.NEW}, {State.NEW}
     while ends := {end for state in ends for end in MOVES[state]} - found:
         found |= ends
@@ -170,6 +171,32 @@ def test_instances_with_numbers_of_their_own_get_code_each_and_one_whose_number_
             arrive(case, Code(lambda _: False))
     assert states == [State.NEW] * 8 + [State.EAGER] * 2
     assert "changes from call to call" in case.reason
+
+
+def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_none_for_one():
+    kinds, modules, states = Kinds(), [nn.Identity() for _ in range(12)], []
+    for number, module in enumerate(modules):
+        states.append((case := case_of(kinds, module, number)).state)
+        code = Code(lambda found, number=number: found == number)
+        code.is_proved = True
+        arrive(case, code)
+        assert case.has_proved_code
+        case.serve(modules)
+    assert states == [State.NEW] * 12
+    assert not any(case.is_to_compare(module) for case in kinds for module in modules)
+    assert [case_of(kinds, module, number).spec.numbers for number, module in enumerate(modules)]
+
+
+def test_an_eager_case_hides_no_code_that_leaves_its_sizes_open():
+    kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
+    for rows in (16, 24):
+        case_of(kinds, module, torch.ones(rows, 4))
+    dynamic = case_of(kinds, module, torch.ones(32, 4))
+    kinds.leave_sizes_open(dynamic, module)
+    arrive(dynamic, Code(lambda x: True))
+    case = next(case for case in kinds if case.spec.sizes == ((16, 4),))
+    assert case.move(State.EAGER, "the second process died")
+    assert case_of(kinds, other, torch.ones(16, 4)) is dynamic
 
 
 def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instance():

@@ -303,6 +303,33 @@ def test_nothing_is_compiled_for_calls_that_make_a_cache_larger(directory, setti
     assert "larger" in only_report(compiler).reason
 
 
+class Tabled(Product):
+    """It keeps a table that is as long as the longest input so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(2, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.table):
+            self.table = torch.ones(len(x), SIZE)
+        return super().forward(x) + self.table[: len(x)]
+
+
+def test_what_was_made_larger_once_costs_no_later_call_its_code(directory):
+    block, twin = build(Tabled), build(Tabled)
+    compiler = boot(directory, block, settings=BLOCK)
+    warm_up(compiler, lambda: block(tensor(2, 16)))
+    steps = []
+    for _ in range(5):
+        compiler.policy.moment.begin()
+        before = Counter(served(compiler))
+        torch.testing.assert_close(answer(block, 4), answer(twin, 4))
+        steps += Counter(served(compiler)) - before
+        compiler.policy.moment.end(is_complete=True, had_new_code=False)
+    assert steps == ["eager", "eager", "eager", "precompiled", "precompiled"]
+
+
 def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_own_code(directory, monkeypatch):
     block, twin = build(Remembering), build(Remembering)
     compiler = boot(directory, block, settings=BLOCK)

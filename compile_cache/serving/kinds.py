@@ -6,7 +6,7 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,8 @@ class State(enum.Enum):
     - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
     - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
       compared yet is compared first.
-    - GROWING: the model's own code answers, whatever the sizes are: each call makes a tensor larger that it keeps.
+    - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
+      first call of a prediction does not, the case is NEW again.
     - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
     """
 
@@ -63,12 +64,12 @@ MOVES: Mapping[State, frozenset[State]] = {
     State.CLAIMED: frozenset(
         {State.NEW, State.ORDERED, State.LATE, State.ARRIVED, State.GROWING, State.EAGER},
     ),
-    State.LATE: frozenset({State.NEW, State.EAGER}),
+    State.LATE: frozenset({State.NEW}),
     State.ORDERED: frozenset({State.ARRIVED, State.EAGER}),
     State.ARRIVED: frozenset({State.PRECOMPILED, State.CACHED, State.EAGER}),
     State.PRECOMPILED: frozenset({State.EAGER}),
     State.CACHED: frozenset({State.EAGER}),
-    State.GROWING: frozenset(),
+    State.GROWING: frozenset({State.NEW}),
     State.EAGER: frozenset(),
 }
 # The states that have code.
@@ -80,6 +81,7 @@ class Standing(enum.Enum):
 
     - TO_COMPARE: the code has to be compared on it.
     - AWAY: as TO_COMPARE, but others called again since its last call. It may be gone, and is not waited for.
+    - PROVED: it made no such call yet, but an earlier boot has compared the code on all instances.
     - PASSED: the code was compared on it. Eager answers until the code is taken, between two predictions.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
     - DOES_NOT_FIT: no graph fitted its call, or the code cannot be compared on it. Its next call gets another case.
@@ -87,12 +89,13 @@ class Standing(enum.Enum):
 
     TO_COMPARE = "to compare"
     AWAY = "away"
+    PROVED = "proved"
     PASSED = "passed"
     SERVES = "serves"
     DOES_NOT_FIT = "does not fit"
 
 
-_PASSED = (Standing.PASSED, Standing.SERVES)
+_PASSED = (Standing.PROVED, Standing.PASSED, Standing.SERVES)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +148,10 @@ class Case:
                     if self.standings[other] is Standing.TO_COMPARE:
                         self.standings[other] = Standing.AWAY
             standing = self.standings.pop(module, Standing.AWAY)
-            self.standings[module] = Standing.TO_COMPARE if standing is Standing.AWAY else standing
+            self.standings[module] = {
+                Standing.AWAY: Standing.TO_COMPARE,
+                Standing.PROVED: Standing.SERVES,
+            }.get(standing, standing)
 
     def leave(self, module: nn.Module) -> None:
         """Note that a function does not fit a call of `module`. An instance on which it was compared stays so: it may
@@ -164,11 +170,15 @@ class Case:
         """Whether its code is a function, which can be asked what it fits."""
         return self.state in WITH_CODE and self.code is not None and bool(self.code.path)
 
-    def serve(self, *modules: nn.Module) -> None:
-        """Let the code serve these instances, and those on which it has passed."""
+    def serve(self, proved: Iterable[nn.Module] = ()) -> None:
+        """Let the code serve the instances on which it has passed, and those on which an earlier boot compared it."""
         with LOCK:
-            passed = [module for module, standing in self.standings.items() if standing is Standing.PASSED]
-            self.standings.update(dict.fromkeys((*modules, *passed), Standing.SERVES))
+            for module in proved:
+                if self.standings.setdefault(module, Standing.PROVED) in (Standing.TO_COMPARE, Standing.AWAY):
+                    self.standings[module] = Standing.PASSED
+            for module, standing in self.standings.items():
+                if standing is Standing.PASSED:
+                    self.standings[module] = Standing.SERVES
 
     @property
     def serves_any(self) -> bool:
@@ -194,7 +204,7 @@ class Case:
     def counts_for(self, module: nn.Module) -> bool:
         """Whether the case is one of those that may be made for an instance: it made such calls, or no other did."""
         if self.serves_any:
-            return not self.is_to_compare(module)
+            return self.standings.get(module) in (Standing.PASSED, Standing.SERVES)
         return module in self.standings or self._is_function
 
     def is_known_to_serve(self, module: nn.Module) -> bool:
@@ -247,7 +257,7 @@ class Kinds:
         with LOCK:
             covering, misfit = list[Case](), ""
             alike = self._cases.get(spec.without_sizes, [])
-            for case in sorted(alike, key=lambda case: not case.is_known_to_serve(module)):
+            for case in sorted(alike, key=lambda case: (not case.is_known_to_serve(module), case.state is State.EAGER)):
                 if not case.covers(spec):
                     continue
                 if not (reason := case.misfit(spec, call)):

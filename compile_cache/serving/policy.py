@@ -159,8 +159,7 @@ class Policy:
                 return False
             for path in paths:
                 self.late.setdefault(path, []).append(case)
-        for owner in (*paths, type(call[0]).__name__):  # the process may end before the next call
-            self.outgoing.use(owner)
+        self.outgoing.use(*paths, type(call[0]).__name__)  # the process may end before the next call
         return True
 
     def _load_late(self) -> None:
@@ -200,8 +199,7 @@ class Policy:
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
-            self.outgoing.use(found.path)
-            self.outgoing.use(type(call[0]).__name__)
+            self.outgoing.use(found.path, type(call[0]).__name__)
         return found
 
     def mark_compared(self, path: str, is_late: bool) -> None:
@@ -214,9 +212,8 @@ class Policy:
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
-        self.outgoing.withdraw(path)
-        for mark in marks_of(path):
-            self.outgoing.withdraw(mark)
+        for each in (path, *marks_of(path)):
+            self.outgoing.withdraw(each)
         if self.artifacts is not None:
             self.artifacts.reject(path, reason)
 
@@ -226,8 +223,7 @@ class Policy:
             return None
         record = self.artifacts.cached(spec, *call)
         if record is not None:
-            self.outgoing.use(record.path)
-            self.outgoing.use(type(call[0]).__name__)
+            self.outgoing.use(record.path, type(call[0]).__name__)
         return record
 
     def graphs(self, name: str) -> Graphs:
@@ -320,10 +316,10 @@ class Policy:
         until_s = time.monotonic() + timeout_s
         while self._late_cases and time.monotonic() < until_s:
             time.sleep(_GAP_S / 10)
-        if not isinstance(self._orders, str | None):
-            # Calls that are ordered meanwhile are waited for too, those after that are not.
-            return self._orders.queue.wait(max(0.0, until_s - time.monotonic())) and not self._late_cases
-        return not self._late_cases
+        left_s = max(0.0, until_s - time.monotonic())
+        # Calls that are ordered meanwhile are waited for too, those after that are not.
+        is_answered = isinstance(self._orders, str | None) or self._orders.queue.wait(left_s)
+        return is_answered and not self._late_cases
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold. Calls of LATE cases load

@@ -130,19 +130,20 @@ class Region:
     def _serve_known(self, case: Case, code: Code | None, call: Call, like: Any) -> Any:
         """Serve a call of a case that is not new, by `code` if it may serve: that fits the call."""
         state = case.state
-        if state in WITH_CODE and code is None:  # it has arrived since, and may not fit
-            return self.trials.serve_eager(call)
+        if state in WITH_CODE and (code is None or case.standings.get(call[0]) is Standing.PASSED):
+            return self.trials.serve_eager(call)  # without `code`, it has arrived since, and may not fit
         if state in WITH_CODE and case.is_to_compare(call[0]):
             return self.trials.hold(case, call)
-        if state in WITH_CODE and case.standings.get(call[0]) is Standing.PASSED:
-            return self.trials.serve_eager(call)
         if code is not None and state is State.PRECOMPILED:
             self._remember(case, call)
             return self._serve(case, code, call)
         if state in (State.EAGER, State.GROWING):
             self._explain_eager(case.reason)
-        if state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE, State.CACHED):
-            self._settle(call, like, case)
+        if state is State.GROWING:
+            answer = self.trials.serve_eager(call, case)
+            self._settle(call, like, case)  # unless it has not grown
+            return answer
+        self._settle(call, like, case)
         if code is not None and state is State.CACHED:
             return self._serve(case, code, call, like)
         return self.trials.serve_eager(call)

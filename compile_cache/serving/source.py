@@ -221,12 +221,9 @@ class Source:
 
     def release(self, case: Case) -> None:
         """Let the files of code that has passed be published."""
-        if case.code is not None and not case.code.path:
-            for owner in tuple(self._owners):  # another thread may be making code
-                self._policy.outgoing.release(owner)
-        elif case.code is not None:
-            self._policy.outgoing.release(case.code.path)
-            self._policy.outgoing.release(self._report.name)
+        path = case.code.path if case.code is not None else ""
+        for owner in (path, self._report.name) if path else tuple(self._owners):  # another thread may add one
+            self._policy.outgoing.release(owner)
 
     def mark(self, case: Case) -> None:
         """Note for later boots that a function was compared on all instances, if it was."""

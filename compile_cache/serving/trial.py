@@ -84,16 +84,18 @@ class Trials:
             )
         return answer
 
-    def serve_eager(self, call: Call, claimed: Case | None = None) -> Any:
-        """Serve a call by the model's own code. The first call of a `claimed` case shows whether such calls change the
-        size of a tensor that they can reach, as of a cache that grows."""
-        sizes = _sizes(call) if claimed is not None else []
+    def serve_eager(self, call: Call, case: Case | None = None) -> Any:
+        """Serve a call by the model's own code. That of a `case`, which is claimed or GROWING, shows whether such calls
+        change the size of a tensor that they can reach, as of a cache that grows."""
+        sizes = _sizes(call) if case is not None else []
         self.served["eager"] += 1
         answer = call_region(*call)
-        if claimed is not None:
+        if case is not None:
             now = _sizes(call)
             if len(now) == len(sizes) and now != sizes:
-                self._source.give_up(claimed, _GROWS, State.GROWING)
+                self._source.give_up(case, _GROWS, State.GROWING)
+            elif now == sizes and case.state is State.GROWING:
+                case.move(State.NEW)
         return answer
 
     def _begin(self, case: Case, call: Call) -> Comparison | None:
@@ -168,7 +170,7 @@ class Trials:
         with LOCK:
             case.unended = 0
             if is_proved := case.has_proved_code:
-                case.serve(*self._instances)
+                case.serve(self._instances)
             else:
                 case.standings[module] = Standing.PASSED
         moment = self._policy.moment

@@ -70,9 +70,10 @@ class Outgoing:
         """Let the files of `owner` that wait be published now."""
         self.hand_over(self._handed_over_by(owner), owner)
 
-    def use(self, owner: str) -> None:
-        """Let the seeds of `owner` be published."""
-        self.hand_over([path for path, other in self.seeds.items() if other == owner], owner)
+    def use(self, *owners: str) -> None:
+        """Let the seeds of these owners be published."""
+        for owner in owners:
+            self.hand_over([path for path, other in self.seeds.items() if other == owner], owner)
 
     def doubt(self, owner: str) -> None:
         """Let the end of the process publish nothing of `owner` that waits: a check of it did not end."""
