@@ -1,4 +1,4 @@
-"""What a boot leaves out when it loads compiled functions: imports, and digests of sources.
+"""What a boot leaves out when it loads compiled functions: imports, digests of sources, and copies.
 
 All of it is speed. Without this file, `aot.load_function` loads the same functions.
 
@@ -17,6 +17,7 @@ import threading
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock  # torch has imported it
 
 import torch
 import torch._inductor
@@ -51,8 +52,15 @@ _LOADER = (
 @contextlib.contextmanager
 def lean() -> Iterator[None]:
     """Load functions without what a boot leaves out, while the context lasts. One thread at a time."""
-    # Generated code asks for worker processes before it finds that its kernels exist.
-    with torch._inductor.config.patch(compile_threads=1), without_compiler():
+    results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
+    result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
+    with (
+        # Generated code asks for worker processes before it finds that its kernels exist.
+        torch._inductor.config.patch(compile_threads=1),
+        without_compiler(),
+        # torch copies the function, with the records of all its kernels, so that it could be stored again.
+        mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
+    ):
         yield
 
 
