@@ -48,7 +48,7 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
 
 
 def stored(store: ObjectStore) -> dict[str, bytes]:
-    return {entry.name: store.read(entry.name) for entry in store.list("v2/")}
+    return {entry.name: store.read(entry.name, 0, entry.size_bytes) for entry in store.list("v2/")}
 
 
 def filled(machine: Machine, files: dict[str, bytes] = COLD) -> Machine:
@@ -103,7 +103,7 @@ def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, m
 def test_the_environments_record_is_stored_beside_the_packs_and_never_trusted(store, machine, key, environment):
     filled(machine(store))
     name = f"{key.environment_prefix}environment.json"
-    assert msgspec.json.decode(store.read(name), type=Environment) == environment
+    assert msgspec.json.decode(store.read(name, 0, MIB), type=Environment) == environment
     store.put(name, b"forged")
     assert machine(store).restored() == COLD
 
@@ -184,7 +184,7 @@ def test_a_damaged_pack_is_refused_by_name_the_others_are_used_and_what_it_had_i
     store, machine, damage
 ):
     bad, _ = published_pair(store, machine)
-    store.put(bad, damage(store.read(bad)))
+    store.put(bad, damage(store.read(bad, 0, MIB)))
     before = stored(store)
     booted = machine(store)
     fetched = booted.restore()
@@ -204,7 +204,7 @@ def test_a_damaged_pack_is_refused_by_name_the_others_are_used_and_what_it_had_i
 def test_an_object_with_an_odd_name_costs_only_itself(local, machine, name):
     published, _ = published_pair(local, machine)
     prefix, _, pack = published.rpartition("/")
-    local.put(f"{prefix}/{name.format(pack=pack)}", local.read(published))
+    local.put(f"{prefix}/{name.format(pack=pack)}", local.read(published, 0, MIB))
     booted = machine(local)
     assert booted.restored() == {**COLD, "more.so": b"more"}
 
@@ -510,7 +510,7 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
 def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):
     published_five(machine(local))
     before = stored(local)
-    merger = machine(Watched(local.location, after_put=lambda name: local.put(name, flip_last(local.read(name)))))
+    merger = machine(Watched(local.location, after_put=lambda n: local.put(n, flip_last(local.read(n, 0, MIB)))))
     merger.restore()
     with pytest.raises(PackError):
         merger.publication.merge("the test")

@@ -54,7 +54,7 @@ class ReadableStore(Protocol):
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first."""
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on."""
 
 
@@ -115,7 +115,7 @@ class LayeredStore:
         self.problems = tuple(map(str, problems))
         return list(found.values())
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """The object's bytes, from the layer that listed it, else from the first layer that has it.
 
         Raises:

@@ -22,7 +22,6 @@ from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, Index
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Objects
 
@@ -73,26 +72,21 @@ class CloudStore:
                         found.append(StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp()))
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """At most `size_bytes` of the object's bytes, from `start` on. One GET, with a range unless all is read."""
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
+        """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
         if size_bytes == 0:
             return b""  # obstore refuses an empty range
-        options: GetOptions = {}
-        if start or size_bytes is not None:
-            options["range"] = {"offset": start} if size_bytes is None else (start, start + size_bytes)
         what = f"get {name} from {self.location}"
         with _translated(what):
             try:
-                return within_limit(what, size_bytes, lambda: self._read(name, options, size_bytes))
+                return within_limit(what, size_bytes, lambda: self._read(name, start, size_bytes))
             except BaseError as error:
                 if _status(error) == 416 or "StartTooLarge" in str(error):  # beyond the object's end
                     return b""
                 raise
 
-    def _read(self, name: str, options: GetOptions, size_bytes: int | None) -> bytes:
-        answer = self._objects.get(name, options=options)
-        if size_bytes is None:
-            return answer.bytes().to_bytes()
+    def _read(self, name: str, start: int, size_bytes: int) -> bytes:
+        answer = self._objects.get(name, options={"range": (start, start + size_bytes)})
         # The first chunk has all the requested bytes, whatever else a server sends.
         return bytes(next(answer.stream(min_chunk_size=size_bytes), b""))[:size_bytes]
 

@@ -78,7 +78,7 @@ class LocalStore:
                     if stat.S_ISREG(status.st_mode):
                         yield path.relative_to(self._root).as_posix(), status
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the file's bytes, from `start` on."""
         path = self._root / name
         with _translated(f"read {path}"):
@@ -86,7 +86,7 @@ class LocalStore:
                 raise StoreError(f"cannot read {path}: it is not a regular file; remove it from the store")
             with path.open("rb") as file:
                 file.seek(start)
-                return file.read(size_bytes if size_bytes is not None else -1)
+                return file.read(size_bytes)
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Write a temporary file beside the object and rename it. A reader sees the whole object or none."""

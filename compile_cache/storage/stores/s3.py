@@ -73,7 +73,7 @@ class S3Store:
                     found.append(StoredObject(name, entry["Size"], entry["LastModified"].timestamp()))
         return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
         if size_bytes == 0:
             return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
@@ -81,8 +81,8 @@ class S3Store:
         with _translated(what):
             return within_limit(what, size_bytes, lambda: self._read(what, name, start, size_bytes))
 
-    def _read(self, what: str, name: str, start: int, size_bytes: int | None) -> bytes:
-        end = "" if size_bytes is None else start + size_bytes - 1
+    def _read(self, what: str, name: str, start: int, size_bytes: int) -> bytes:
+        end = start + size_bytes - 1
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, Range=f"bytes={start}-{end}")
         except ClientError as error:
@@ -94,7 +94,7 @@ class S3Store:
             if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
                 raise StoreUnavailable(f"cannot {what}: the server answered with another range")
             content = body.read(size_bytes)
-            if size_bytes is not None and len(content) < size_bytes:
+            if len(content) < size_bytes:
                 body.read()  # at the end, botocore compares the length with the stated one
             return content
 
