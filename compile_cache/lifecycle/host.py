@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import logging
 import os
-import pwd
 import signal
 import sys
 import tempfile
@@ -25,7 +25,6 @@ log = logging.getLogger("compile_cache")
 
 # Of a boot's packages, those with thousands of source files.
 _LARGE_PACKAGES = ("torch", "transformers", "diffusers")
-_USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # in getpass.getuser's order
 # In the command line of Cog's server (python -m cog.server.http), the parent of the process that boots.
 _SERVER = b"cog.server.http"
 # `cog serve` passes this option, and so do platforms that keep a server running.
@@ -69,11 +68,9 @@ def _server() -> str:
 def name_user(environ: MutableMapping[str, str]) -> None:
     """Set `USER` if the user has no name, as under Kubernetes' `runAsUser`. Without a name, torch and diffusers fail to
     import."""
-    if any(environ.get(name) for name in _USER_VARIABLES):
-        return
     try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError since Python 3.13
         environ["USER"] = f"uid-{os.getuid()}"
 
 
