@@ -138,15 +138,13 @@ def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
     failures: list[BaseException] = []
 
     def drain() -> None:
-        while not failures:
-            try:
+        with contextlib.suppress(IndexError):  # nothing waits any more
+            while not failures:
                 item = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                work(item)
-            except BaseException as error:  # raised below, on the calling thread
-                failures.append(error)
+                try:
+                    work(item)
+                except BaseException as error:  # raised below, on the calling thread
+                    failures.append(error)
 
     # The calling thread does its share. At exit, when no thread can be started, it does all the work.
     threads = [
