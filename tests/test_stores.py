@@ -359,20 +359,20 @@ def test_layers_are_read_before_the_store_that_is_written_if_any(tmp_path):
     LocalStore(tmp_path / "baked").put("v1/a", b"baked")
     stores = open_stores(Settings(store=written, layers=(baked,)))
     stores.writing.put("v1/b", b"written")
-    assert names(stores.reading, "v1/") == ["v1/a", "v1/b"]
+    assert names(stores, "v1/") == ["v1/a", "v1/b"]
     assert names(stores.writing, "v1/") == ["v1/b"]
     alone, off = open_stores(Settings(store=written)), open_stores(Settings(store="off", layers=(baked,)))
-    assert names(alone.reading) == names(alone.writing) == ["v1/b"]
+    assert names(alone) == names(alone.writing) == ["v1/b"]
     assert off.writing is None
-    assert names(off.reading) == ["v1/a"]
+    assert names(off) == ["v1/a"]
 
 
 def test_neither_a_store_nor_layers_is_a_store_without_objects():
     stores = open_stores(Settings(store="off"))
     assert stores.writing is None
-    assert list(stores.reading.list("")) == []
+    assert list(stores.list("")) == []
     with pytest.raises(ObjectNotFound):
-        stores.reading.read("v1/a", 0, 1 << 20)
+        stores.read("v1/a", 0, 1 << 20)
 
 
 # LayeredStore

@@ -71,24 +71,17 @@ class ObjectStore(ReadableStore, Protocol):
         """Remove an object. A missing object is no error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """The store that a boot reads, with all its layers, and the store that it writes, if any."""
-
-    reading: LayeredStore
-    writing: ObjectStore | None
-
-
 class LayeredStore:
-    """Reads several stores as one: a layer in the image, a mirror, then the store that is written.
+    """Reads several stores as one: a layer in the image, a mirror, then the store that is written, `writing`, if any.
 
     A layer that fails is left out. `problems` says why layers were left out of the last listing.
     """
 
-    def __init__(self, layers: Sequence[ReadableStore]) -> None:
-        self.location = " + ".join(layer.location for layer in layers)
+    def __init__(self, layers: Sequence[ReadableStore], writing: ObjectStore | None = None) -> None:
+        self._layers = layers if writing is None else [*layers, writing]
+        self.writing = writing
+        self.location = " + ".join(layer.location for layer in self._layers)
         self.problems: Sequence[str] = ()
-        self._layers = layers
         self._origins: dict[str, ReadableStore] = {}
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
@@ -133,7 +126,7 @@ class LayeredStore:
         raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
 
 
-def open_stores(settings: Settings) -> Stores:
+def open_stores(settings: Settings) -> LayeredStore:
     """The layers and the store that `settings` name. Connects to nothing yet.
 
     Raises:
@@ -141,8 +134,7 @@ def open_stores(settings: Settings) -> Stores:
         SettingsError: the package of a scheme is not installed.
     """
     writing = None if settings.store == "off" else open_url(settings.store)
-    layers: list[ReadableStore] = [open_url(layer) for layer in settings.layers]
-    return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
+    return LayeredStore([open_url(layer) for layer in settings.layers], writing)
 
 
 def open_url(url: str) -> ObjectStore:
