@@ -6,7 +6,7 @@ settings, and a line in the tests that all stores share (tests/test_stores.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -38,6 +38,12 @@ class StoredObject:
     name: str
     size_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     modified_s: Annotated[float, Meta(gt=-_LATEST_S, lt=_LATEST_S)]
+
+
+def oldest_first(entries: Iterable[StoredObject], prefix: str) -> Sequence[StoredObject]:
+    """The listing of the objects whose names begin with `prefix`."""
+    found = [entry for entry in entries if entry.name.startswith(prefix)]
+    return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
 
 
 class ReadableStore(Protocol):

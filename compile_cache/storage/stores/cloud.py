@@ -17,7 +17,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.base import StoredObject, oldest_first
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, Index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -68,9 +68,8 @@ class CloudStore:
             chunks = self._objects.list(prefix.rpartition("/")[0] or None, chunk_size=1000)
             while (chunk := within_limit(what, 0, lambda: next(chunks, None))) is not None:
                 for entry in chunk:
-                    if entry["path"].startswith(prefix):
-                        found.append(StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp()))
-        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+                    found.append(StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp()))
+        return oldest_first(found, prefix)
 
     def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
@@ -122,8 +121,7 @@ class Mirror(CloudStore):
             raise ObjectNotFound(f"{error}; make it with `compile-cache copy --to FOLDER`") from error
         except (ValueError, RecursionError) as error:
             raise StoreError(f"cannot list {self.location}{INDEX}: {error}; make it again") from error
-        found = [entry for entry in objects if entry.name.startswith(prefix)]
-        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+        return oldest_first(objects, prefix)
 
 
 def open_cloud(url: str) -> CloudStore:

@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.base import StoredObject, oldest_first
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class S3Store:
                 for entry in page.get("Contents", ()):
                     name = entry["Key"].removeprefix(self._prefix)
                     found.append(StoredObject(name, entry["Size"], entry["LastModified"].timestamp()))
-        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+        return oldest_first(found, prefix)
 
     def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
