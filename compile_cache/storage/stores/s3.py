@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import boto3
 from botocore.config import Config
@@ -29,9 +29,6 @@ _BEYOND_THE_END = frozenset({"416", "InvalidRange"})
 _WRONG_REGION = re.compile(r"region|Redirect|\(30[17]\)|recursion", re.IGNORECASE)
 _OVERLOADED = frozenset({408, 429, 500, 502, 503, 504})
 
-# R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none, because its name is a digest.
-_CHECKSUMS: Literal["when_required"] = "when_required"
-_CONNECT_TIMEOUT_S = 3
 _READ_TIMEOUT_S = 10
 _ATTEMPTS = 3
 
@@ -46,11 +43,12 @@ class S3Store:
             self._client: S3Client = boto3.session.Session().client(
                 "s3",
                 config=Config(
-                    connect_timeout=_CONNECT_TIMEOUT_S,
+                    connect_timeout=3,
                     read_timeout=_READ_TIMEOUT_S,
                     retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
-                    request_checksum_calculation=_CHECKSUMS,
-                    response_checksum_validation=_CHECKSUMS,
+                    # R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none: its name is one.
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
                     max_pool_connections=32,
                 ),
             )
