@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from filled_stores import flip_last, put_as_newest
+from filled_stores import flip_last, put_as_newest, put_pack, set_age
 from machines import Machine, Watched
 
 from compile_cache.errors import PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.storage.fetch import install
+from compile_cache.storage.fetch import candidates, install
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
@@ -98,6 +98,16 @@ def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, m
     store.put(f"{key.environment_prefix}another/model/{'0' * 64}.pack", b"")
     assert [entry.name for entry in first.packs.list()] == [key.prefix + pack.name for pack in packs]
     assert machine(store, key=replace(key, model_version="version-2")).restored() == {}
+
+
+def test_a_boot_tries_other_versions_of_this_model_and_environment_newest_pack_first(tmp_path, local, machine, key):
+    for version, days in (("old", 3), ("oldest", 4), ("new", 1), ("middle", 2), ("mine", 0)):
+        set_age(tmp_path / "store", put_pack(local, replace(key, model_version=version)), days, 1e9)
+    put_pack(local, replace(key, model_name=key.model_name + "-2"))
+    put_pack(local, replace(key, environment="0" * 32))
+    local.put(replace(key, model_version="noted").prefix + "notes.txt", b"{}")
+    tried = candidates(machine(local, key=replace(key, model_version="mine")).packs, local)
+    assert [packs.key.model_version for packs in tried] == ["mine", "new", "middle", "old"]
 
 
 def test_the_environments_record_is_stored_beside_the_packs_and_never_trusted(store, machine, key, environment):
