@@ -167,7 +167,7 @@ class PacksOfKey:
         if any(issubclass(kind, TooManyPacks) for _, kind in self._refused.values()):
             return Limits(0, 0, 0)
         size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
-        return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
+        return room_beside(self.rules.limits, self._heads(staged), size_bytes)
 
     def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
         return [*(pack.head for pack in self.known.values()), *staged]
