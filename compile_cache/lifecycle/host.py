@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -92,16 +92,15 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def bytecode_warnings() -> list[str]:
+def bytecode_warnings() -> Iterator[str]:
     """A warning if Python compiles the source of a large package in each boot, because nothing keeps its bytecode."""
     specs = [module.__spec__ for name in _LARGE_PACKAGES if (module := sys.modules.get(name)) and module.__spec__]
     missing = [spec.name for spec in specs if spec.cached and not os.path.exists(spec.cached)]
-    if not missing:
-        return []
-    return [
-        f"Each boot compiles the Python source of {' and '.join(missing)}, which takes seconds: there is no bytecode, "
-        "and none was written. Run `python -m compileall` over site-packages when the image is built."
-    ]
+    if missing:
+        yield (
+            f"Each boot compiles the Python source of {' and '.join(missing)}, which takes seconds: there is no "
+            "bytecode, and none was written. Run `python -m compileall` over site-packages when the image is built."
+        )
 
 
 def show_log() -> None:
