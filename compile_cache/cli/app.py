@@ -33,7 +33,6 @@ _Model = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="Only this model: org/name, or a folder's name.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-_Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking.")]
 _To = Annotated[
     str | None,
     typer.Option("--to", metavar="URL", help="Write this store, not COMPILE_CACHE_STORE. A folder gets index.json."),
@@ -280,7 +279,7 @@ def prune(
 def rm(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
     store: _Store = None,
-    yes: _Yes = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""
     writing = _writing(_open(store)[1])
