@@ -197,7 +197,7 @@ class CountingStore:
         with self.watch("list", ""):
             return self._store.list(prefix)
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """Watched."""
         with self.watch("read", name):
             return self._store.read(name, start, size_bytes)

@@ -131,10 +131,9 @@ class OneObject:
         self.content = content
         self.requests: list[tuple[int, int]] = []
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        end = len(self.content) if size_bytes is None else start + size_bytes
-        self.requests.append((start, end - start))
-        return self.content[start:end]
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
+        self.requests.append((start, size_bytes))
+        return self.content[start : start + size_bytes]
 
 
 def restore(

@@ -94,7 +94,7 @@ class Watched(LocalStore):
         self._happens["after_list"](found)
         return found
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         self._happens["read"](name, start, size_bytes)
         return super().read(name, start, size_bytes)
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from filled_stores import flip_last, put_as_newest
+from filled_stores import flip_last, put_as_newest, put_pack, set_age
 from machines import Machine, Watched
 
 from compile_cache.errors import PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.storage.fetch import install
+from compile_cache.storage.fetch import candidates, install
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
@@ -48,7 +48,7 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
 
 
 def stored(store: ObjectStore) -> dict[str, bytes]:
-    return {entry.name: store.read(entry.name) for entry in store.list("v2/")}
+    return {entry.name: store.read(entry.name, 0, entry.size_bytes) for entry in store.list("v2/")}
 
 
 def filled(machine: Machine, files: dict[str, bytes] = COLD) -> Machine:
@@ -100,10 +100,20 @@ def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, m
     assert machine(store, key=replace(key, model_version="version-2")).restored() == {}
 
 
+def test_a_boot_tries_other_versions_of_this_model_and_environment_newest_pack_first(tmp_path, local, machine, key):
+    for version, days in (("old", 3), ("oldest", 4), ("new", 1), ("middle", 2), ("mine", 0)):
+        set_age(tmp_path / "store", put_pack(local, replace(key, model_version=version)), days, 1e9)
+    put_pack(local, replace(key, model_name=key.model_name + "-2"))
+    put_pack(local, replace(key, environment="0" * 32))
+    local.put(replace(key, model_version="noted").prefix + "notes.txt", b"{}")
+    tried = candidates(machine(local, key=replace(key, model_version="mine")).packs, local)
+    assert [packs.key.model_version for packs in tried] == ["mine", "new", "middle", "old"]
+
+
 def test_the_environments_record_is_stored_beside_the_packs_and_never_trusted(store, machine, key, environment):
     filled(machine(store))
     name = f"{key.environment_prefix}environment.json"
-    assert msgspec.json.decode(store.read(name), type=Environment) == environment
+    assert msgspec.json.decode(store.read(name, 0, MIB), type=Environment) == environment
     store.put(name, b"forged")
     assert machine(store).restored() == COLD
 
@@ -184,7 +194,7 @@ def test_a_damaged_pack_is_refused_by_name_the_others_are_used_and_what_it_had_i
     store, machine, damage
 ):
     bad, _ = published_pair(store, machine)
-    store.put(bad, damage(store.read(bad)))
+    store.put(bad, damage(store.read(bad, 0, MIB)))
     before = stored(store)
     booted = machine(store)
     fetched = booted.restore()
@@ -204,7 +214,7 @@ def test_a_damaged_pack_is_refused_by_name_the_others_are_used_and_what_it_had_i
 def test_an_object_with_an_odd_name_costs_only_itself(local, machine, name):
     published, _ = published_pair(local, machine)
     prefix, _, pack = published.rpartition("/")
-    local.put(f"{prefix}/{name.format(pack=pack)}", local.read(published))
+    local.put(f"{prefix}/{name.format(pack=pack)}", local.read(published, 0, MIB))
     booted = machine(local)
     assert booted.restored() == {**COLD, "more.so": b"more"}
 
@@ -510,7 +520,7 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
 def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):
     published_five(machine(local))
     before = stored(local)
-    merger = machine(Watched(local.location, after_put=lambda name: local.put(name, flip_last(local.read(name)))))
+    merger = machine(Watched(local.location, after_put=lambda n: local.put(n, flip_last(local.read(n, 0, MIB)))))
     merger.restore()
     with pytest.raises(PackError):
         merger.publication.merge("the test")

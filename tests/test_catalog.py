@@ -7,11 +7,11 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from filled_stores import put_pack, put_record, set_age
+from filled_stores import put_pack, put_record
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
-from compile_cache.storage.catalog import Catalog, catalog_of, explain_miss, predecessors, read_catalog, read_record
+from compile_cache.storage.catalog import Catalog, catalog_of, explain_miss, read_catalog, read_record
 from compile_cache.storage.stores.base import StoredObject
 
 PACK = "a" * 64 + ".pack"
@@ -115,19 +115,6 @@ def test_a_record_that_is_none_or_cannot_be_shown_to_people_or_is_too_large_is_n
     digest = hashlib.sha256(content).hexdigest()[:32]
     local.put(f"v2/{digest}/environment.json", content)
     assert read_record(local, read_catalog(local), digest) is None
-
-
-# Predecessors.
-
-
-def test_predecessors_are_other_versions_of_this_model_and_environment_newest_pack_first(tmp_path, local, key):
-    for version, days in (("old", 3), ("oldest", 4), ("new", 1), ("middle", 2), ("mine", 0)):
-        set_age(tmp_path / "store", put_pack(local, replace(key, model_version=version)), days, 1e9)
-    put_pack(local, replace(key, model_name=key.model_name + "-2"))
-    put_pack(local, replace(key, environment="0" * 32))
-    local.put(replace(key, model_version="noted").prefix + "notes.txt", b"{}")
-    found = predecessors(local, replace(key, model_version="mine"))
-    assert [other.model_version for other in found] == ["new", "middle", "old"]
 
 
 # Why nothing was found.

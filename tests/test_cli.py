@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from commands import Output, Run
 from filled_stores import damage, put_pack, put_record, set_age
+from hostile_packs import MIB
 from programs import run_program
 
 from compile_cache.cli import printing as output
@@ -83,7 +84,7 @@ def test_ls_lists_what_was_used_last_first_with_totals_and_the_environments_summ
     assert rows[1][-2:] == ["2027-01-12", "2027-01-12"]
     summary = "torch 2.11.0+cu130, NVIDIA H100 80GB HBM3, CPython 3.12.9, regional default dynamic=False"
     assert f"{environment.digest[:12]}  {summary}" in found.lines
-    size = output.size_text(sum(len(local.read(name)) for name in (old, new)))
+    size = output.size_text(sum(len(local.read(name, 0, MIB)) for name in (old, new)))
     assert found.lines[-1] == f"2 versions, 2 packs, {size} in {root}"
     assert (found.code, found.err) == (0, "")
 
@@ -95,7 +96,7 @@ def test_ls_as_json_is_one_document_of_versions_packs_and_records(run, local, ke
     found = run("ls", "--model", "org/model", "--json")
     (version,) = found.json["versions"]
     assert CacheKey(**version["key"]) == key
-    assert [(pack["name"], pack["size_bytes"]) for pack in version["packs"]] == [(name, len(local.read(name)))]
+    assert [(pack["name"], pack["size_bytes"]) for pack in version["packs"]] == [(name, len(local.read(name, 0, MIB)))]
     assert found.json["environments"][environment.digest]["gpu"] == environment.gpu
     assert found.err == ""
     assert run("ls", "--store", "empty").out.startswith("0 versions, 0 packs, 0 bytes in ")
@@ -265,8 +266,9 @@ def test_what_is_copied_can_be_served_and_copied_on_and_is_the_same(run, local, 
     index = json.loads((baked / "index.json").read_text())
     assert {entry["name"] for entry in index["objects"]} == {entry.name for entry in local.list("")}
     assert run("copy", "--from", baked, "--to", further).code == 0
-    copies = {entry.name: local.read(entry.name) for entry in local.list("v2/")}
-    assert {entry.name: LocalStore(further).read(entry.name) for entry in LocalStore(further).list("v2/")} == copies
+    stores = (local, LocalStore(further))
+    ours, copies = ({e.name: store.read(e.name, 0, e.size_bytes) for e in store.list("v2/")} for store in stores)
+    assert ours == copies
     assert run("copy", "--to", baked).out == f"copied 0 packs, 0 bytes, to {baked}; 1 pack there already\n"
 
 
@@ -327,7 +329,7 @@ def test_prune_says_what_would_go_and_only_with_apply_removes_it_and_renews_the_
     assert found.code == 0
     assert found.lines[1].split()[:2] == ["org--model", "old"]
     assert found.lines[1].endswith("not used for 40 days")
-    size = output.size_text(len(local.read(aged[0])))
+    size = output.size_text(len(local.read(aged[0], 0, MIB)))
     assert found.lines[-2].startswith(f"would remove 1 version, {size}, from {root}")
     assert found.lines[-1] == "This was a dry run: nothing was removed. Add --apply to remove them."
     assert run("prune", "--keep-versions", "2").out == f"nothing to remove from {root}\n"
@@ -384,9 +386,9 @@ def test_explain_says_hit_with_files_and_bytes_where_a_boot_would_hit(run, local
     name = put_pack(local, explained_key(run), {"a": b"1", "b": b"2"})
     found = run("explain", MODEL)
     assert found.code == 0
-    assert found.lines[-1] == f"restore: hit, 2 files, {len(local.read(name)) / 1e6:.1f} MB"
+    assert found.lines[-1] == f"restore: hit, 2 files, {len(local.read(name, 0, MIB)) / 1e6:.1f} MB"
     restore = run("explain", MODEL, "--json").json["plan"]["restore"]
-    assert (restore["outcome"], restore["packs"], restore["stored_bytes"]) == ("hit", 1, len(local.read(name)))
+    assert (restore["outcome"], restore["packs"], restore["stored_bytes"]) == ("hit", 1, len(local.read(name, 0, MIB)))
 
 
 def test_explain_says_from_which_version_a_boot_would_be_seeded(run, local, variables, root):

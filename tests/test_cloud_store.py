@@ -108,7 +108,7 @@ def test_a_name_that_cannot_be_is_a_store_error(action, name):
     from obstore.store import MemoryStore
 
     store = CloudStore(MemoryStore(), "memory")
-    calls = {"read": (), "put": (b"",), "delete": ()}
+    calls = {"read": (0, 5), "put": (b"",), "delete": ()}
     with pytest.raises(StoreError):
         getattr(store, action)(name, *calls[action])
 
@@ -179,7 +179,7 @@ def test_azures_signatures_are_neither_in_messages_nor_in_what_caused_them(azure
 def test_an_object_with_the_name_of_a_problem_is_only_missing(name):
     with answering(answer("404 Not Found")) as served:
         with pytest.raises(ObjectNotFound) as caught:
-            open_at(served.url).read(f"v1/{name}/a")
+            open_at(served.url).read(f"v1/{name}/a", 0, 5)
         assert "; " not in str(caught.value)
     with answering(answer("503 Slow Down")) as served, pytest.raises(StoreUnavailable):
-        open_at(served.url).read(f"v1/{name}/a")
+        open_at(served.url).read(f"v1/{name}/a", 0, 5)

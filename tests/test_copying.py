@@ -65,7 +65,7 @@ def test_packs_and_records_arrive_as_they_are_from_and_in_a_store_of_each_kind(s
         assert (copied.packs.keys(), copied.present, copied.refused) == ({*names}, {}, {})
     arrived = [entry.name for entry in target.list("v2/")]
     assert {*arrived} == {*names, f"v2/{environment.digest}/environment.json"}
-    assert all(target.read(name) == store.read(name) == source.read(name) for name in arrived)
+    assert all(len({place.read(name, 0, 8 * MIB) for place in (target, store, source)}) == 1 for name in arrived)
 
 
 def test_only_packs_that_are_wanted_are_copied_and_other_objects_stay(source, target, key):
@@ -88,7 +88,7 @@ def test_a_pack_cut_in_the_target_is_copied_anew(tmp_path, source, target, key):
     name = put_pack(source, key)
     target.put(name, b"half")
     assert list(copy(source, target).packs) == [name]
-    assert target.read(name) == source.read(name)
+    assert target.read(name, 0, 8 * MIB) == source.read(name, 0, 8 * MIB)
 
 
 # What does not.
@@ -148,7 +148,7 @@ def test_an_interrupted_copy_leaves_whole_packs_and_no_temporary_files(tmp_path,
 
     with pytest.raises(KeyboardInterrupt):
         copy(Watched(tmp_path / "source", read=interrupt), target)
-    assert read_files(tmp_path / "target") == {first: source.read(first)}
+    assert read_files(tmp_path / "target") == {first: source.read(first, 0, 8 * MIB)}
     assert list(temporary.iterdir()) == []
     copied = copy(source, target)
     assert (list(copied.packs), list(copied.present)) == ([second], [first])

@@ -51,7 +51,7 @@ def test_only_the_range_is_sent(folder):
     assert served.sent_bytes == 5
 
 
-@pytest.mark.parametrize("place", [("object", 0, 5), ("object", 1000, 5), ("object", 1000)])
+@pytest.mark.parametrize("place", [("object", 0, 5), ("object", 1000, 5)])
 def test_a_server_without_ranges_is_a_store_error_that_names_it_and_sends_next_to_nothing(folder, place):
     """The sockets' buffers hold some of the rest."""
     with (folder / "object").open("wb") as file:
@@ -78,7 +78,7 @@ def test_a_folder_below_the_servers_root_is_served_with_or_without_a_slash_at_it
     (folder / "some folder" / "object").write_bytes(b"content")
     with serving_folder(folder, ranges=True) as served:
         for url in (f"{served.url}/some%20folder", f"{served.url}/some%20folder/"):
-            assert open_url(url).read("object") == b"content"
+            assert open_url(url).read("object", 0, 9) == b"content"
             assert open_url(url).location == f"{served.url}/some%20folder/"
 
 
@@ -97,7 +97,7 @@ def test_a_folder_below_the_servers_root_is_served_with_or_without_a_slash_at_it
 )
 def test_an_answer_without_the_object_is_an_error_by_its_status_and_repeated_if_it_may_pass(status, error, requests):
     with answering(answer(status)) as served, pytest.raises(StoreError) as caught:
-        open_url(with_user(served.url)).read("v1/object")
+        open_url(with_user(served.url)).read("v1/object", 0, 5)
     assert type(caught.value) is error
     assert len(served.requests) == requests
     assert "cret" not in "".join(traceback.format_exception(caught.value))
@@ -155,7 +155,7 @@ def test_a_redirect_from_https_to_another_scheme_is_refused(folder, trusted_cert
     with serving_folder(folder, ranges=True) as unsafe:
         to = answer("302 Found", Location=f"{unsafe.url}/object".replace("http", scheme, 1))
         with answering(to, context=tls(trusted_certificates)) as served, pytest.raises(StoreError):
-            open_url(served.url).read("object")
+            open_url(served.url).read("object", 0, 5)
     assert (len(served.requests), unsafe.requests) == (1, [])
 
 

@@ -20,7 +20,7 @@ CONTENT = bytes(range(100))
 class Generous(OneObject):
     """Gives the object to its end, whatever it is asked for."""
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         super().read(name, start, size_bytes)
         return self.content[start:]
 

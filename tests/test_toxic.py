@@ -117,7 +117,7 @@ def packs(tmp_path_factory) -> Packs:
         (pack,) = machine.publish()
         names.append(key.prefix + pack.name)
     os.close(machine.directory.lock_fd)
-    return Packs(root, {entry.name: store.read(entry.name) for entry in store.list("")}, *names)
+    return Packs(root, {entry.name: store.read(entry.name, 0, entry.size_bytes) for entry in store.list("")}, *names)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class _Maker:
         self._path = Path(path)
         remember_toolchain(self._path)
         self._settings = settings
-        self._told = set(scan_folder(self._path))
+        self._told = {path for path, _ in scan_folder(self._path)}
 
     def answer(self, call: bytes, state: ServerState, dynamic: Dimensions) -> Answer:
         """Compile one kind of call."""
@@ -91,7 +91,7 @@ class _Maker:
         return replace(answer, reason=f"not compiled ahead of time: {answer.reason}{later}")
 
     def _new_files(self, record: str) -> tuple[str, ...]:
-        files = set(scan_folder(self._path))
+        files = {path for path, _ in scan_folder(self._path)}
         others = {path for path in files if path.startswith(f"{PRECOMPILED}/")} - {record}
         new = files - self._told - unread_files(files) - others
         self._told |= new

@@ -25,7 +25,7 @@ from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
 from compile_cache.storage.prune import apply_prune, plan_prune, remove, remove_version
 from compile_cache.storage.rules import PackState, Rules, verify_packs
-from compile_cache.storage.stores.base import LayeredStore, ObjectStore, Stores, open_stores
+from compile_cache.storage.stores.base import LayeredStore, ObjectStore, open_stores
 from compile_cache.storage.stores.local import index_folder
 
 _Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this store alone, and no layers.")]
@@ -33,7 +33,6 @@ _Model = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="Only this model: org/name, or a folder's name.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-_Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking.")]
 _To = Annotated[
     str | None,
     typer.Option("--to", metavar="URL", help="Write this store, not COMPILE_CACHE_STORE. A folder gets index.json."),
@@ -91,8 +90,8 @@ def _start(
     logging.getLogger("compile_cache").addHandler(_silent)
 
 
-def _open(store: str | None) -> tuple[Settings, Stores]:
-    """The settings and stores of a boot. If `store` is given, it replaces the boot's store and layers.
+def _open(store: str | None) -> tuple[Settings, LayeredStore]:
+    """The settings and the store of a boot. If `store` is given, it replaces the boot's store and layers.
 
     Raises:
         SettingsError: a setting is wrong, or no store is set.
@@ -107,10 +106,10 @@ def _open(store: str | None) -> tuple[Settings, Stores]:
     return settings, open_stores(settings)
 
 
-def _writing(stores: Stores) -> ObjectStore:
-    if stores.writing is None:
+def _writing(store: LayeredStore) -> ObjectStore:
+    if store.writing is None:
         raise StoreError("this store is read-only: set COMPILE_CACHE_STORE, or give a store that can be written")
-    return stores.writing
+    return store.writing
 
 
 def _read(store: LayeredStore) -> Catalog:
@@ -155,7 +154,7 @@ def _find(catalog: Catalog, text: str) -> Version:
 @app.command()
 def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
     """List the stored versions of models, the last used first. Uses are recorded by the day."""
-    reading = _open(store)[1].reading
+    _, reading = _open(store)
     catalog = _read(reading)
     versions = [v for v in catalog.versions if v.packs and _is_wanted(v.key, model)]
     versions.sort(key=lambda version: (-version.used_s, version.key.prefix))
@@ -179,20 +178,20 @@ def show(
     json: _Json = False,
 ) -> None:
     """Show a version or a pack: creators, signatures, content. It reads only the heads of packs."""
-    settings, stores = _open(store)
-    catalog = _read(stores.reading)
+    settings, reading = _open(store)
+    catalog = _read(reading)
     version = _find(catalog, key)
-    environment = read_record(stores.reading, catalog, version.key.environment)
-    packs = verify_packs(stores.reading, version.packs, Rules.of(settings), heads_alone=True)
+    environment = read_record(reading, catalog, version.key.environment)
+    packs = verify_packs(reading, version.packs, Rules.of(settings), heads_alone=True)
     if json:
-        document = {"store": stores.reading.location, "key": version.key, "environment": environment, "packs": packs}
+        document = {"store": reading.location, "key": version.key, "environment": environment, "packs": packs}
         out.print_json(document)
         return
     out.print_line(f"{version.key.model_name}/{version.key.model_version}")
     out.print_line(f"environment {version.key.environment}: {out.environment_text(environment)}")
     out.print_content(packs, files)
     out.print_line()
-    out.print_packs(stores.reading, packs)
+    out.print_packs(reading, packs)
 
 
 @app.command()
@@ -202,13 +201,13 @@ def verify(store: _Store = None, model: _Model = None, json: _Json = False) -> N
     A boot uses only sound packs. A damaged pack has a wrong byte. A refused one is not signed by a trusted key, too
     large, of another format, or in the wrong place.
     """
-    settings, stores = _open(store)
-    packs = [p for v in _read(stores.reading).versions if _is_wanted(v.key, model) for p in v.packs]
-    verified = verify_packs(stores.reading, packs, Rules.of(settings))
+    settings, reading = _open(store)
+    packs = [p for v in _read(reading).versions if _is_wanted(v.key, model) for p in v.packs]
+    verified = verify_packs(reading, packs, Rules.of(settings))
     if json:
-        out.print_json({"store": stores.reading.location, "packs": verified})
+        out.print_json({"store": reading.location, "packs": verified})
     else:
-        out.print_packs(stores.reading, verified)
+        out.print_packs(reading, verified)
     if not verified or any(pack.state is not PackState.SOUND for pack in verified):
         raise typer.Exit(1)
 
@@ -227,8 +226,8 @@ def copy(
     Packs that are not copied are named. An interrupted copy goes on where it stopped. A folder gets the index.json that
     a web server's readers need.
     """
-    settings, stores = _open(source)
-    reading, writing = stores.reading, _writing(_open(to)[1])
+    settings, reading = _open(source)
+    writing = _writing(_open(to)[1])
     copied = copy_versions(reading, writing, lambda key: _is_wanted(key, model, version), Rules.of(settings))
     out.print_problems(reading)
     index_folder(writing)
@@ -280,7 +279,7 @@ def prune(
 def rm(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
     store: _Store = None,
-    yes: _Yes = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""
     writing = _writing(_open(store)[1])

@@ -29,9 +29,6 @@ from compile_cache.storage.rules import PackState, Rules, verify_packs
 from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import index_folder
 
-CONFIGURATION = "cog.yaml"
-# In Cog's own order, for a reference without a class.
-_CLASSES = ("Runner", "Predictor")
 _PUBLISH_TIMEOUT_S = 1800.0
 # Compile everything before setup() returns, and publish it. Read no layers: files found in a layer would be missing in
 # the store afterwards.
@@ -172,7 +169,7 @@ def read_project(folder: Path, predictor: str | None) -> tuple[str, Mapping[str,
     Raises:
         CompileCacheError: there is no predictor, or cog.yaml cannot be read.
     """
-    path = folder / CONFIGURATION
+    path = folder / "cog.yaml"
     configuration: dict[str, Any] = {}
     variables: dict[str, str] = {}
     if path.is_file():
@@ -211,7 +208,7 @@ def load_predictor(reference: str, folder: Path) -> Any:
         sys.path.insert(0, str(folder))
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    names = (name,) if name else _CLASSES
+    names = (name,) if name else ("Runner", "Predictor")  # in Cog's own order
     predictor = next((found for one in names if (found := getattr(module, one, None)) is not None), None)
     if predictor is None:
         raise CompileCacheError(f"{file} has no {' or '.join(names)}: give --predictor {path}:CLASS")

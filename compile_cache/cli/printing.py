@@ -22,7 +22,6 @@ from compile_cache.storage.rules import VerifiedPack
 from compile_cache.storage.stores.base import LayeredStore, ReadableStore, StoredObject
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_DIGEST_DIGITS = 12
 _LONGEST_VALUE = 60
 # 28300000 → `28.3 MB`
 size_text = decimal
@@ -53,7 +52,7 @@ def packs_text(packs: Sequence[StoredObject]) -> str:
 
 def short(digest: str) -> str:
     """The first digits of an environment's or a pack's name, for people."""
-    return digest[:_DIGEST_DIGITS]
+    return digest[:12]
 
 
 def short_version(version: str) -> str:

@@ -119,7 +119,11 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
         threads=0 if gpu else cpu_threads(environ),
         cache_dir=cache_dir,
         options=options,
-        variables=_code_variables(environ),
+        variables=tuple(
+            f"{name}={value}"
+            for name, value in sorted(environ.items())
+            if name.startswith(_CODE_VARIABLES) and name not in _NEUTRAL_VARIABLES
+        ),
     )
 
 
@@ -230,14 +234,6 @@ def instruction_flags() -> str:
         return ""
     flags = lines[0].partition(":")[2].split() if lines else []
     return " ".join(sorted(flag for flag in flags if _INSTRUCTION_FLAGS.match(flag)))
-
-
-def _code_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(
-        f"{name}={value}"
-        for name, value in sorted(environ.items())
-        if name.startswith(_CODE_VARIABLES) and name not in _NEUTRAL_VARIABLES
-    )
 
 
 def digest(description: Any) -> str:

@@ -97,8 +97,7 @@ def _weights_identity(path: Path) -> bytes:
 def _source_ingredients(source: Path) -> Iterator[tuple[str, bytes]]:
     source = source.absolute()  # `.` has a name, too
     for path in [source] if source.is_file() else _paths(source, ".py"):
-        name = path.name if source.is_file() else path.relative_to(source.parent).as_posix()
-        yield name, path.read_bytes() if path.is_file() else _NO_FILE
+        yield path.relative_to(source.parent).as_posix(), path.read_bytes() if path.is_file() else _NO_FILE
 
 
 def _paths(folder: Path, suffix: str = "") -> list[Path]:

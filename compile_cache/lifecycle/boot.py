@@ -58,7 +58,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     Raises:
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, or a path in `sources` does not exist.
     """
-    from compile_cache.lifecycle.host import resolve_cold_start, show_log
+    from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user, resolve_cold_start, show_log
 
     show_log()
     settings = resolve_cold_start(Settings.from_env(environ))
@@ -68,6 +68,8 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
         Rules.of(settings)  # an invalid key fails here, and not in the restore's thread
     if missing := [str(source) for source in sources if not Path(source).exists()]:
         raise SettingsError(f"boot() has sources that do not exist: {', '.join(missing)}. They start at {Path.cwd()}.")
+    keep_worker_alive_on_interrupt()
+    name_user(environ)
     begun = Boot(settings, model, sources, environ)
     if _observed is not None:
         _observed.append(begun)
@@ -91,8 +93,6 @@ class Boot:
     def __init__(
         self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
     ) -> None:
-        from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user
-
         self._started = time.perf_counter()
         self._timeline = Timeline()
         self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
@@ -110,8 +110,6 @@ class Boot:
         self._preparing = threading.RLock()
         self._has_tried_regions = self._has_entered = False
         self._publisher: Publisher | None = None
-        keep_worker_alive_on_interrupt()
-        name_user(environ)
         if settings.enabled:
             self._begin(model, sources, environ)
 
@@ -147,8 +145,12 @@ class Boot:
         if self._regions is None:
             self._join()
         self._complete_report()
-        with self._degrading("start publishing"):
-            self._start_publishing()
+        if self._publication is not None and self._settings.may_publish:
+            with self._degrading("start publishing"):
+                from compile_cache.lifecycle.publisher import Publisher
+
+                self._publisher = Publisher(self._publication, self.report, self._settings, self._regions)
+                self._publisher.start()
         if self._regions is not None:
             with self._degrading("load the other precompiled regions"):
                 self._regions.policy.release()
@@ -249,11 +251,10 @@ class Boot:
         until_s = self._no_compile_begins_from()
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):
-                before = read_counts()
+                misses = read_counts().misses
                 with self._regions.watching(until_s) if self._regions else contextlib.nullcontext():
                     call_as_cog(call, inputs)
-                after = read_counts()
-                if after.misses == before.misses:
+                if read_counts().misses == misses:
                     return
             self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles; so may predictions")
 
@@ -308,7 +309,7 @@ class Boot:
     def _join(self) -> None:
         """Wait for the restore, compare its environment with torch, and move the verified files in. Once."""
         with self._preparing:
-            if self._restore is None or self._has_joined:
+            if self._directory is None or self._restore is None or self._has_joined:
                 return
             self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
@@ -320,8 +321,7 @@ class Boot:
                     self.report.model_name = key.model_name
                     self.report.model_version = key.model_version
                     self.report.environment = key.environment
-                if self._directory is not None:
-                    self._restored_files = frozenset(self._directory.scan())
+                self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
         from compile_cache.lifecycle.host import bytecode_warnings, process_age_s
@@ -349,14 +349,6 @@ class Boot:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             self.report.device_peak_bytes = torch.cuda.max_memory_allocated()
-
-    def _start_publishing(self) -> None:
-        if self._publication is None or not self._settings.may_publish:
-            return
-        from compile_cache.lifecycle.publisher import Publisher
-
-        self._publisher = Publisher(self._publication, self.report, self._settings, self._regions)
-        self._publisher.start()
 
     @contextlib.contextmanager
     def _degrading(self, what: str) -> Iterator[None]:

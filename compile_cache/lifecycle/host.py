@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import logging
 import os
-import pwd
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -25,7 +25,6 @@ log = logging.getLogger("compile_cache")
 
 # Of a boot's packages, those with thousands of source files.
 _LARGE_PACKAGES = ("torch", "transformers", "diffusers")
-_USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # in getpass.getuser's order
 # In the command line of Cog's server (python -m cog.server.http), the parent of the process that boots.
 _SERVER = b"cog.server.http"
 # `cog serve` passes this option, and so do platforms that keep a server running.
@@ -69,11 +68,9 @@ def _server() -> str:
 def name_user(environ: MutableMapping[str, str]) -> None:
     """Set `USER` if the user has no name, as under Kubernetes' `runAsUser`. Without a name, torch and diffusers fail to
     import."""
-    if any(environ.get(name) for name in _USER_VARIABLES):
-        return
     try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError since Python 3.13
         environ["USER"] = f"uid-{os.getuid()}"
 
 
@@ -95,16 +92,15 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def bytecode_warnings() -> list[str]:
+def bytecode_warnings() -> Iterator[str]:
     """A warning if Python compiles the source of a large package in each boot, because nothing keeps its bytecode."""
     specs = [module.__spec__ for name in _LARGE_PACKAGES if (module := sys.modules.get(name)) and module.__spec__]
     missing = [spec.name for spec in specs if spec.cached and not os.path.exists(spec.cached)]
-    if not missing:
-        return []
-    return [
-        f"Each boot compiles the Python source of {' and '.join(missing)}, which takes seconds: there is no bytecode, "
-        "and none was written. Run `python -m compileall` over site-packages when the image is built."
-    ]
+    if missing:
+        yield (
+            f"Each boot compiles the Python source of {' and '.join(missing)}, which takes seconds: there is no "
+            "bytecode, and none was written. Run `python -m compileall` over site-packages when the image is built."
+        )
 
 
 def show_log() -> None:

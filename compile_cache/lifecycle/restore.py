@@ -19,7 +19,7 @@ from compile_cache.storage.directory import CacheDirectory, make_empty
 from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch, install
 from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
-from compile_cache.storage.stores.base import Stores, open_stores
+from compile_cache.storage.stores.base import LayeredStore, open_stores
 from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")
@@ -27,9 +27,9 @@ log = logging.getLogger("compile_cache")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The stores, the environment and the key of a boot: all that is known before torch is imported."""
+    """The store, the environment and the key of a boot: all that is known before torch is imported."""
 
-    stores: Stores
+    store: LayeredStore
     environment: Environment
     key: CacheKey
     rules: Rules
@@ -40,7 +40,7 @@ class _Known:
 
     def packs(self) -> PacksOfKey:
         """The packs of the key, none of which is known yet."""
-        return PacksOfKey(self.stores.reading, self.key, self.rules)
+        return PacksOfKey(self.store, self.key, self.rules)
 
 
 def _know(settings: Settings, environment: Environment, model: str, sources: Sequence[str | Path]) -> _Known:
@@ -69,7 +69,7 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
     known = _know(settings, environment, model, sources)
     own, report = known.packs(), RestoreReport("miss")
-    for packs in candidates(own, known.stores.writing):
+    for packs in candidates(own, known.store.writing):
         packs.refresh()
         selection = packs.select()
         report.refused += selection.refused
@@ -83,9 +83,9 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
                 report.seeded_from = packs.key.model_version
             break
     else:
-        report.reason = explain_miss(known.stores.reading, known.key, environment)
-    report.problems = list(known.stores.reading.problems)
-    return Plan(known.key, environment, known.stores.reading.location, report)
+        report.reason = explain_miss(known.store, known.key, environment)
+    report.problems = list(known.store.problems)
+    return Plan(known.key, environment, known.store.location, report)
 
 
 class Restore:
@@ -159,7 +159,7 @@ class Restore:
         packs = self._fetching.packs if failure is None else None
         # After a failure new ones, because a thread that has not ended still uses the others.
         packs = packs or observed.packs()
-        publication = Publication(known.stores.writing, packs, observed.environment, self._directory)
+        publication = Publication(known.store.writing, packs, observed.environment, self._directory)
         if failure is not None:
             return self._report("failed", str(failure)), publication
         try:
@@ -179,7 +179,7 @@ class Restore:
             outcome,
             reason,
             seeded_from=fetched.seeded_from,
-            problems=list(self._known.stores.reading.problems) if self._known else [],
+            problems=list(self._known.store.problems) if self._known else [],
             packs=len(fetched.packs),
             files=files,
             stored_bytes=fetched.stored_bytes,
@@ -190,7 +190,7 @@ class Restore:
     @property
     def location(self) -> str:
         """The store with its layers, as soon as they are known."""
-        return self._known.stores.reading.location if self._known else self._settings.store
+        return self._known.store.location if self._known else self._settings.store
 
     def _wait(self) -> Exception | None:
         """Wait for the thread as long as the store may take, then abandon it. Returns the failure, if any."""
@@ -206,7 +206,7 @@ class Restore:
         """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
         make_empty(self._directory.inbox)
         own = fetching.packs = known.packs()
-        for packs in candidates(own, known.stores.writing):
+        for packs in candidates(own, known.store.writing):
             before = fetching.fetched
             with noted("restore", "fetch" if packs is own else "other versions"):
                 fetched = fetch(packs, self._directory, self._abandoned)
@@ -220,7 +220,7 @@ class Restore:
                 break
         if not (own.known or fetched.files or self._abandoned.is_set()):
             fetching.done.set()  # nobody has to wait for the explanation
-            fetching.explanation = explain_miss(known.stores.reading, known.key, known.environment)
+            fetching.explanation = explain_miss(known.store, known.key, known.environment)
             log.info("restore.miss reason=%s", fetching.explanation)
 
 

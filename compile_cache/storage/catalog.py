@@ -6,7 +6,7 @@ It is made from the names, sizes and times of a listing. No pack is opened, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 
 import msgspec
@@ -27,7 +27,6 @@ _NAME = re.compile(
     rf"(?:(?P<pack>{PACK_NAME.pattern})|used-\d{{4}}-\d{{2}}-\d{{2}}))"
 )
 _MOST_RECORD_BYTES = 64 << 10
-_MOST_PREDECESSORS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +89,6 @@ def catalog_of(entries: Iterable[StoredObject]) -> Catalog:
             (packs if name["pack"] else marks).append(entry)
     versions = tuple(Version(key, tuple(packs), tuple(marks)) for key, (packs, marks) in objects.items())
     return Catalog(versions, records)
-
-
-def predecessors(store: ReadableStore, key: CacheKey) -> Sequence[CacheKey]:
-    """The other versions of the key's model with packs for its environment, the newest pack first. A boot tries them in
-    turn if its own version has nothing.
-
-    Raises:
-        StoreError: the store cannot be listed.
-    """
-    versions = read_catalog(store, f"{key.environment_prefix}{key.model_name}/").versions
-    found = sorted((v for v in versions if v.packs and v.key != key), key=lambda v: -v.published_s)
-    return [version.key for version in found[:_MOST_PREDECESSORS]]
 
 
 def explain_miss(store: ReadableStore, key: CacheKey, environment: Environment) -> str:

@@ -22,7 +22,6 @@ from compile_cache.errors import CacheDirectoryError
 
 _MOST_DIRECTORIES = 64
 # Lock files, unfinished files, and precompiled headers, which are useless without a compile.
-_LEFT_OUT_FOLDERS = frozenset({"locks"})
 _LEFT_OUT_SUFFIXES = (".lock", ".tmp", ".gch", ".pid")
 
 
@@ -150,22 +149,19 @@ class CacheDirectory:
     def scan(self, finished_ns: float = math.inf) -> dict[str, int]:
         """All artifacts that were last changed until `finished_ns`: the time of that, in ns, by path inside the
         directory. Reads no file, and follows no link: if a link has replaced the directory, there are none."""
-        files = _walk(self.path) if self.path.resolve() == self._place else ()
+        files = scan_folder(self.path) if self.path.resolve() == self._place else ()
         return {path: modified_ns for path, modified_ns in files if modified_ns <= finished_ns}
 
 
-def scan_folder(root: Path) -> set[str]:
-    """All artifacts below `root` by relative path. Reads no file."""
-    return {path for path, _ in _walk(root)}
+def scan_folder(root: Path) -> Iterator[tuple[str, int]]:
+    """All artifacts below `root`: the relative path, and the time of the last change in ns. Reads no file."""
 
-
-def _walk(root: Path) -> Iterator[tuple[str, int]]:
     def pass_by(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | PermissionError):  # a folder renamed meanwhile, or a closed one
             raise error
 
     for parent, folders, names in os.walk(root, onerror=pass_by):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS and not name.startswith("tmp.")]
+        folders[:] = [name for name in folders if name != "locks" and not name.startswith("tmp.")]
         for path in [f"{parent}/{name}" for name in names if is_artifact(name)]:
             with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
                 status = os.lstat(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import Version, predecessors, read_catalog
+from compile_cache.storage.catalog import Version, read_catalog
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.pack.format import Head, Pack, Run, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
@@ -23,6 +23,7 @@ from compile_cache.storage.stores.base import ReadableStore, StoredObject
 from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads, read_pieces
 
 _MOST_LISTINGS = 5
+_MOST_PREDECESSORS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class PacksOfKey:
         if any(issubclass(kind, TooManyPacks) for _, kind in self._refused.values()):
             return Limits(0, 0, 0)
         size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
-        return room_beside(self.rules.limits, self._heads(staged)).less(size_bytes, 0, 0)
+        return room_beside(self.rules.limits, self._heads(staged), size_bytes)
 
     def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
         return [*(pack.head for pack in self.known.values()), *staged]
@@ -201,7 +202,9 @@ def candidates(own: PacksOfKey, writing: ReadableStore | None) -> Iterator[Packs
     """
     yield own
     if not own.known and writing is not None:
-        yield from (PacksOfKey(writing, key, own.rules) for key in predecessors(writing, own.key))
+        versions = read_catalog(writing, f"{own.key.environment_prefix}{own.key.model_name}/").versions
+        others = sorted((v for v in versions if v.packs and v.key != own.key), key=lambda v: -v.published_s)
+        yield from (PacksOfKey(writing, version.key, own.rules) for version in others[:_MOST_PREDECESSORS])
 
 
 def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:

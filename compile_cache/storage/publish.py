@@ -189,8 +189,7 @@ def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredP
 def _is_here(local: Path, file: PackFile) -> bool:
     try:
         with local.open("rb") as content:  # read piece by piece, without the GIL
-            has_size = os.fstat(content.fileno()).st_size == file.size_bytes
-            return has_size and hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+            return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
     except FileNotFoundError:
         return False
 

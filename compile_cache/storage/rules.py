@@ -74,11 +74,12 @@ class StoredPack:
     head: Head
 
 
-def room_beside(limits: Limits, heads: Iterable[Head]) -> Limits:
-    """What is left of the limits beside these packs. Their sizes count where files are chosen: some are there twice."""
-    for head in heads:
-        limits = limits.less(0, len(head.manifest.files), head.weight_bytes)
-    return limits
+def room_beside(limits: Limits, heads: Sequence[Head], size_bytes: int = 0) -> Limits:
+    """What is left of the limits beside these packs. `size_bytes` is the size of the files chosen from them, if these
+    are chosen already: some files are there twice."""
+    files = sum(len(head.manifest.files) for head in heads)
+    weight_bytes = sum(head.weight_bytes for head in heads)
+    return Limits(limits.size_bytes - size_bytes, limits.files - files, limits.manifest_bytes - weight_bytes)
 
 
 class HeadReader:
@@ -93,7 +94,7 @@ class HeadReader:
         """`known` packs count against the limits. `room` is what is left of these."""
         self._store = store
         self._rules = rules
-        self.room = room_beside(rules.limits, (pack.head for pack in known))
+        self.room = room_beside(rules.limits, [pack.head for pack in known])
         self._turn = threading.Lock()
 
     def read(self, entry: StoredObject, abandoned: threading.Event | None = None) -> StoredPack:
@@ -127,7 +128,7 @@ class HeadReader:
                 raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
             if head.manifest.key.prefix != f"{folder}/":
                 raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
-            self.room = self.room.less(0, len(head.manifest.files), head.weight_bytes)
+            self.room = room_beside(self.room, [head])
             return StoredPack(entry, head)
 
 

@@ -66,10 +66,6 @@ class Limits:
     files: int = 100_000
     manifest_bytes: int = 32 << 20
 
-    def less(self, size_bytes: int, files: int, manifest_bytes: int) -> Limits:
-        """What is left beside these."""
-        return Limits(self.size_bytes - size_bytes, self.files - files, self.manifest_bytes - manifest_bytes)
-
 
 def weight_of(text: bytes | bytearray) -> int:
     """An upper bound for the memory of a manifest's texts."""

@@ -6,7 +6,7 @@ settings, and a line in the tests that all stores share (tests/test_stores.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -40,6 +40,12 @@ class StoredObject:
     modified_s: Annotated[float, Meta(gt=-_LATEST_S, lt=_LATEST_S)]
 
 
+def oldest_first(entries: Iterable[StoredObject], prefix: str) -> Sequence[StoredObject]:
+    """The listing of the objects whose names begin with `prefix`."""
+    found = [entry for entry in entries if entry.name.startswith(prefix)]
+    return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+
+
 class ReadableStore(Protocol):
     """The methods that a boot needs of a store that it reads.
 
@@ -54,7 +60,7 @@ class ReadableStore(Protocol):
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first."""
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on."""
 
 
@@ -71,24 +77,17 @@ class ObjectStore(ReadableStore, Protocol):
         """Remove an object. A missing object is no error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """The store that a boot reads, with all its layers, and the store that it writes, if any."""
-
-    reading: LayeredStore
-    writing: ObjectStore | None
-
-
 class LayeredStore:
-    """Reads several stores as one: a layer in the image, a mirror, then the store that is written.
+    """Reads several stores as one: a layer in the image, a mirror, then the store that is written, `writing`, if any.
 
     A layer that fails is left out. `problems` says why layers were left out of the last listing.
     """
 
-    def __init__(self, layers: Sequence[ReadableStore]) -> None:
-        self.location = " + ".join(layer.location for layer in layers)
+    def __init__(self, layers: Sequence[ReadableStore], writing: ObjectStore | None = None) -> None:
+        self._layers = layers if writing is None else [*layers, writing]
+        self.writing = writing
+        self.location = " + ".join(layer.location for layer in self._layers)
         self.problems: Sequence[str] = ()
-        self._layers = layers
         self._origins: dict[str, ReadableStore] = {}
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
@@ -115,7 +114,7 @@ class LayeredStore:
         self.problems = tuple(map(str, problems))
         return list(found.values())
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """The object's bytes, from the layer that listed it, else from the first layer that has it.
 
         Raises:
@@ -133,7 +132,7 @@ class LayeredStore:
         raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
 
 
-def open_stores(settings: Settings) -> Stores:
+def open_stores(settings: Settings) -> LayeredStore:
     """The layers and the store that `settings` name. Connects to nothing yet.
 
     Raises:
@@ -141,8 +140,7 @@ def open_stores(settings: Settings) -> Stores:
         SettingsError: the package of a scheme is not installed.
     """
     writing = None if settings.store == "off" else open_url(settings.store)
-    layers: list[ReadableStore] = [open_url(layer) for layer in settings.layers]
-    return Stores(LayeredStore([*layers, writing] if writing is not None else layers), writing)
+    return LayeredStore([open_url(layer) for layer in settings.layers], writing)
 
 
 def open_url(url: str) -> ObjectStore:

@@ -17,12 +17,11 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.base import StoredObject, oldest_first
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, Index
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Objects
 
@@ -69,30 +68,24 @@ class CloudStore:
             chunks = self._objects.list(prefix.rpartition("/")[0] or None, chunk_size=1000)
             while (chunk := within_limit(what, 0, lambda: next(chunks, None))) is not None:
                 for entry in chunk:
-                    if entry["path"].startswith(prefix):
-                        found.append(StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp()))
-        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+                    found.append(StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp()))
+        return oldest_first(found, prefix)
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-        """At most `size_bytes` of the object's bytes, from `start` on. One GET, with a range unless all is read."""
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
+        """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
         if size_bytes == 0:
             return b""  # obstore refuses an empty range
-        options: GetOptions = {}
-        if start or size_bytes is not None:
-            options["range"] = {"offset": start} if size_bytes is None else (start, start + size_bytes)
         what = f"get {name} from {self.location}"
         with _translated(what):
             try:
-                return within_limit(what, size_bytes, lambda: self._read(name, options, size_bytes))
+                return within_limit(what, size_bytes, lambda: self._read(name, start, size_bytes))
             except BaseError as error:
                 if _status(error) == 416 or "StartTooLarge" in str(error):  # beyond the object's end
                     return b""
                 raise
 
-    def _read(self, name: str, options: GetOptions, size_bytes: int | None) -> bytes:
-        answer = self._objects.get(name, options=options)
-        if size_bytes is None:
-            return answer.bytes().to_bytes()
+    def _read(self, name: str, start: int, size_bytes: int) -> bytes:
+        answer = self._objects.get(name, options={"range": (start, start + size_bytes)})
         # The first chunk has all the requested bytes, whatever else a server sends.
         return bytes(next(answer.stream(min_chunk_size=size_bytes), b""))[:size_bytes]
 
@@ -128,8 +121,7 @@ class Mirror(CloudStore):
             raise ObjectNotFound(f"{error}; make it with `compile-cache copy --to FOLDER`") from error
         except (ValueError, RecursionError) as error:
             raise StoreError(f"cannot list {self.location}{INDEX}: {error}; make it again") from error
-        found = [entry for entry in objects if entry.name.startswith(prefix)]
-        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+        return oldest_first(objects, prefix)
 
 
 def open_cloud(url: str) -> CloudStore:

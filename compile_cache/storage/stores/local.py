@@ -21,7 +21,7 @@ import msgspec
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ReadableStore, StoredObject
+from compile_cache.storage.stores.base import ReadableStore, StoredObject, oldest_first
 
 log = logging.getLogger("compile_cache")
 
@@ -51,14 +51,9 @@ class LocalStore:
         user may not read is left out, with a warning."""
         folder = self._root / prefix.rpartition("/")[0]
         with _translated(f"list {folder}"):
-            found = [
-                StoredObject(name, status.st_size, status.st_mtime)
-                for name, status in self._walk(folder)
-                if name.startswith(prefix)
-            ]
-        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+            return oldest_first(self._walk(folder), prefix)
 
-    def _walk(self, folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    def _walk(self, folder: Path) -> Iterator[StoredObject]:
         def note(error: OSError) -> None:
             if isinstance(error, PermissionError) and error.filename != str(folder):
                 log.warning(
@@ -76,9 +71,10 @@ class LocalStore:
                 with suppress(OSError):  # deleted since the folder was read, or a broken link
                     status = path.stat()
                     if stat.S_ISREG(status.st_mode):
-                        yield path.relative_to(self._root).as_posix(), status
+                        place = path.relative_to(self._root).as_posix()
+                        yield StoredObject(place, status.st_size, status.st_mtime)
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the file's bytes, from `start` on."""
         path = self._root / name
         with _translated(f"read {path}"):
@@ -86,7 +82,7 @@ class LocalStore:
                 raise StoreError(f"cannot read {path}: it is not a regular file; remove it from the store")
             with path.open("rb") as file:
                 file.seek(start)
-                return file.read(size_bytes if size_bytes is not None else -1)
+                return file.read(size_bytes)
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Write a temporary file beside the object and rename it. A reader sees the whole object or none."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import boto3
 from botocore.config import Config
@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject
+from compile_cache.storage.stores.base import StoredObject, oldest_first
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ _BEYOND_THE_END = frozenset({"416", "InvalidRange"})
 _WRONG_REGION = re.compile(r"region|Redirect|\(30[17]\)|recursion", re.IGNORECASE)
 _OVERLOADED = frozenset({408, 429, 500, 502, 503, 504})
 
-# R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none, because its name is a digest.
-_CHECKSUMS: Literal["when_required"] = "when_required"
-_CONNECT_TIMEOUT_S = 3
 _READ_TIMEOUT_S = 10
 _ATTEMPTS = 3
 
@@ -46,11 +43,12 @@ class S3Store:
             self._client: S3Client = boto3.session.Session().client(
                 "s3",
                 config=Config(
-                    connect_timeout=_CONNECT_TIMEOUT_S,
+                    connect_timeout=3,
                     read_timeout=_READ_TIMEOUT_S,
                     retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
-                    request_checksum_calculation=_CHECKSUMS,
-                    response_checksum_validation=_CHECKSUMS,
+                    # R2 and others refuse the checksums that boto3 ≥ 1.36 adds. A pack needs none: its name is one.
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
                     max_pool_connections=32,
                 ),
             )
@@ -71,9 +69,9 @@ class S3Store:
                 for entry in page.get("Contents", ()):
                     name = entry["Key"].removeprefix(self._prefix)
                     found.append(StoredObject(name, entry["Size"], entry["LastModified"].timestamp()))
-        return sorted(found, key=lambda entry: (entry.modified_s, entry.name))
+        return oldest_first(found, prefix)
 
-    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+    def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
         if size_bytes == 0:
             return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
@@ -81,8 +79,8 @@ class S3Store:
         with _translated(what):
             return within_limit(what, size_bytes, lambda: self._read(what, name, start, size_bytes))
 
-    def _read(self, what: str, name: str, start: int, size_bytes: int | None) -> bytes:
-        end = "" if size_bytes is None else start + size_bytes - 1
+    def _read(self, what: str, name: str, start: int, size_bytes: int) -> bytes:
+        end = start + size_bytes - 1
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name, Range=f"bytes={start}-{end}")
         except ClientError as error:
@@ -94,7 +92,7 @@ class S3Store:
             if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
                 raise StoreUnavailable(f"cannot {what}: the server answered with another range")
             content = body.read(size_bytes)
-            if size_bytes is not None and len(content) < size_bytes:
+            if len(content) < size_bytes:
                 body.read()  # at the end, botocore compares the length with the stated one
             return content
 

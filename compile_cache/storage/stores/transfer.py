@@ -30,19 +30,17 @@ _LONGEST_REPEATED_S = 10.0
 _BASE_S = 30.0
 # 2 Mbit/s. Over a slower link, compiling takes less time than restoring.
 _LOWEST_BYTES_PER_S = 256 << 10
-# An unknown size counts as this many bytes: a restore's largest read, or the index of 30,000 objects.
-_UNKNOWN_BYTES = 4 << 20
 
 # An abandoned call keeps a thread and a connection until the store ends it. A process has no more of them than this.
 _running = threading.BoundedSemaphore(32)
 
 
-def limit_s(size_bytes: int | None) -> float:
+def limit_s(size_bytes: int) -> float:
     """The seconds for a call that transfers at most `size_bytes`, with all its attempts."""
-    return _BASE_S + (_UNKNOWN_BYTES if size_bytes is None else size_bytes) / _LOWEST_BYTES_PER_S
+    return _BASE_S + size_bytes / _LOWEST_BYTES_PER_S
 
 
-def within_limit(what: str, size_bytes: int | None, work: Callable[[], _T]) -> _T:
+def within_limit(what: str, size_bytes: int, work: Callable[[], _T]) -> _T:
     """The result of `work`, which runs on a daemon thread. When the time is up, that thread is abandoned, because no
     client lets another thread close its connection. A socket's own timeout starts again with each byte, so a store that
     sends one byte a second never reaches it.
@@ -140,15 +138,13 @@ def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
     failures: list[BaseException] = []
 
     def drain() -> None:
-        while not failures:
-            try:
+        with contextlib.suppress(IndexError):  # nothing waits any more
+            while not failures:
                 item = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                work(item)
-            except BaseException as error:  # raised below, on the calling thread
-                failures.append(error)
+                try:
+                    work(item)
+                except BaseException as error:  # raised below, on the calling thread
+                    failures.append(error)
 
     # The calling thread does its share. At exit, when no thread can be started, it does all the work.
     threads = [
