@@ -95,7 +95,6 @@ def _describe(setup: bytes) -> bytes:
         "open": {number: os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()},
         "core_limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
         "has_torch": "torch" in sys.modules,
-        "flags": (sys.flags.optimize, sys._xoptions),
     }
     return json.dumps(described).encode()
 

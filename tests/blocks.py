@@ -79,7 +79,7 @@ class Block(nn.Module):
     shift = 1.25
     extra: float | None
 
-    def __init__(self, **changed: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.randn(SIZE, SIZE))
         self.second = nn.Parameter(torch.randn(SIZE, SIZE))
@@ -96,8 +96,6 @@ class Block(nn.Module):
         self.options = {"gain": 2.0}
         self.config = SimpleNamespace(gain=4.0)
         self.act: Callable[[float], float] = double
-        for name, value in changed.items():
-            setattr(self, name, value)
 
     def factor(self) -> float:
         factor = self.scale * self.number * len(self.name) * self.pair[1] * len(self.several) * self.several[-1]
@@ -182,13 +180,12 @@ class Pair(nn.Module):
         return torch.mm(x, y)
 
 
-class Layer(nn.Module):
+class Layer(Weighted):
     """A layer that writes into its own part of a cache, as those of a language model do."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
 
     def forward(self, x: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
         caches[self.layer_idx].copy_(x)

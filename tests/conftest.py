@@ -263,6 +263,15 @@ def shared(tmp_path_factory) -> Iterator[CacheDirectory]:
         yield directory
 
 
+@pytest.fixture
+def restored(made, tmp_path) -> Iterator[CacheDirectory]:
+    """A copy, of the test's own, of the cache directory that a boot of the module has `made`."""
+    from precompiling import copied
+
+    with copied(made, tmp_path) as directory:
+        yield directory
+
+
 @pytest.fixture(params=["local", "s3"])
 def store(request, tmp_path) -> ObjectStore:
     """An empty store of each kind."""

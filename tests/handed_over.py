@@ -5,7 +5,6 @@ As a program, it receives each `*.call` in a folder, runs it, and writes what it
 
 from __future__ import annotations
 
-import enum
 import functools
 import json
 import math
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
+from blocks import Kind
 from torch import nn
 
 from compile_cache.calls.description import structure, structure_digest
@@ -23,11 +23,6 @@ from compile_cache.calls.pickling import receive
 from compile_cache.calls.spec import CallSpec, call_region
 
 SIZE = 16
-
-
-class Kind(enum.Enum):
-    SMALL = 1
-    LARGE = 2
 
 
 @dataclass(frozen=True, slots=True)

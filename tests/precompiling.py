@@ -19,6 +19,7 @@ from torch import nn
 from compile_cache.background import child
 from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.function import Precompiled
+from compile_cache.inductor.state import precisions, set_precisions
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.region_report import RegionReport
@@ -104,6 +105,17 @@ def told(tell: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
         yield
     finally:
         tell(before)
+
+
+@contextlib.contextmanager
+def products(tell: Callable[[], Any]) -> Iterator[None]:
+    """Have torch told of a precision while the context lasts."""
+    before = precisions()
+    tell()
+    try:
+        yield
+    finally:
+        set_precisions(("highest", *before[1:]))
 
 
 @contextlib.contextmanager

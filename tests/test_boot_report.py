@@ -9,7 +9,7 @@ from typing import Any
 import blocks
 import pytest
 import torch
-from precompiling import boot, build, only_report, tensor, warm_up
+from precompiling import boot, build, only_report, tensor, warm_up, warmed
 from toy_model import ToyModel
 
 from compile_cache.inductor.make import Answer
@@ -205,10 +205,8 @@ def test_a_boot_is_fully_precompiled_whatever_is_left_eager():
 
 def test_an_artifact_that_was_made_is_timed_and_one_that_was_found_is_not(directory):
     module = build(blocks.Block)
-    made = boot(directory, module)
-    warm_up(made, lambda: module(tensor()))
-    found = boot(directory, module)
-    warm_up(found, lambda: module(tensor()))
+    made = warmed(directory, module)
+    found = warmed(directory, module)
     assert (only_report(made).made, only_report(found).loaded) == (1, 1)
     assert only_report(made).speedup > 0
     assert only_report(found).speedup is None

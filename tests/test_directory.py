@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from machines import write_files
+from namespaces import as_nobody
 
 from compile_cache.errors import CacheDirectoryError
 from compile_cache.storage.directory import CacheDirectory, logical_key
@@ -102,15 +103,10 @@ def test_a_file_in_the_way_is_a_cache_directory_error_that_names_the_remedy(tmp_
         CacheDirectory.claim(Path("/proc/compile-cache"))  # a file system that cannot be written
 
 
-def test_a_folder_without_access_is_a_cache_directory_error(read_only, not_root):
-    with pytest.raises(CacheDirectoryError, match="Set COMPILE_CACHE_DIR to a writable folder"):
-        CacheDirectory.claim(read_only)
-
-
-@pytest.fixture
-def read_only(tmp_path) -> Path:
+def test_a_folder_without_access_is_a_cache_directory_error(tmp_path):
     (tmp_path / "root").mkdir(mode=0o500)
-    return tmp_path / "root"
+    with as_nobody(), pytest.raises(CacheDirectoryError, match="Set COMPILE_CACHE_DIR to a writable folder"):
+        CacheDirectory.claim(tmp_path / "root")
 
 
 def test_a_link_in_the_way_is_refused_and_what_it_points_to_stays(tmp_path):

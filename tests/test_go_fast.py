@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import (
     ChromaTransformer2DModel,
-    FluxPipeline,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -19,6 +18,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from read_digits import DIGIT_WORDS, share_read
+from test_lora import write
 from torch import nn
 
 from models.image.go_fast import FastLinear, fast_copy, make_fast
@@ -42,15 +42,6 @@ def load(go_fast: str) -> DiffusionModel:
 @pytest.fixture
 def model() -> DiffusionModel:
     return load("on")
-
-
-def write_lora(folder: Path, model: DiffusionModel) -> Lora:
-    out, size = model.denoiser.get_submodule(QUERY).weight.shape
-    generator = torch.Generator().manual_seed(0)
-    factors = {"A": torch.randn(4, size, generator=generator), "B": torch.randn(out, 4, generator=generator)}
-    state = {f"{QUERY}.lora_{name}.weight": factor for name, factor in factors.items()}
-    FluxPipeline.save_lora_weights(folder, transformer_lora_layers=state)
-    return Lora(folder / "pytorch_lora_weights.safetensors", 1.0)
 
 
 def fast_tensors(model: DiffusionModel) -> dict[str, torch.Tensor]:
@@ -80,8 +71,8 @@ def test_both_networks_draw_in_one_process_and_share_all_other_weights(model):
 
 
 def test_the_fast_network_follows_a_lora_and_goes_back_to_the_bit(model, tmp_path):
-    before, lora = fast_tensors(model), write_lora(tmp_path, model)
-    model.loras.use([lora])
+    before, lora = fast_tensors(model), write(tmp_path, model._pipeline, QUERY)
+    model.loras.use([Lora(lora, 1.0)])
     merged = fast_tensors(model)
     fast, _ = fast_copy(model.denoiser)
     expected = dict(fast.named_parameters())
@@ -94,7 +85,7 @@ def test_the_fast_network_follows_a_lora_and_goes_back_to_the_bit(model, tmp_pat
 
 def test_a_fast_network_alone_takes_no_lora(tmp_path, model):
     with pytest.raises(LoraError, match=f"{QUERY} is quantized"):
-        load("only").loras.use([write_lora(tmp_path, model)])
+        load("only").loras.use([Lora(write(tmp_path, model._pipeline, QUERY), 1.0)])
 
 
 def test_requests_choose_what_the_setting_allows():

@@ -21,10 +21,6 @@ from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
 
 
-def of_global(name: str, kind: str, was, key=None) -> Checks:
-    return checks_of(f"G['blocks'].{name}", kind, was, key)
-
-
 def checks_of(expression: str, kind: str, was, key=None) -> Checks:
     return Checks([RecordedGuard(expression, kind, key, digest(["salt", expression, was]))], "salt")
 
@@ -47,14 +43,14 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "kind", "key", "was", "later"), KINDS)
 def test_difference_names_what_differs(monkeypatch, name, kind, key, was, later):
-    checks = of_global(name, kind, was, key)
+    checks = checks_of(f"G['blocks'].{name}", kind, was, key)
     assert checks.difference() == ""
     monkeypatch.setattr(blocks, name, later)
     assert f"G['blocks'].{name} has changed" in checks.difference()
 
 
 def test_what_is_gone_is_a_difference(monkeypatch):
-    checks = of_global("GAIN", "CONSTANT_MATCH", describe(blocks.GAIN))
+    checks = checks_of("G['blocks'].GAIN", "CONSTANT_MATCH", describe(blocks.GAIN))
     monkeypatch.delattr(blocks, "GAIN")
     assert "cannot be read: AttributeError" in checks.difference()
 

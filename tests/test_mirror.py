@@ -6,11 +6,12 @@ import base64
 import json
 import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from web_servers import answer, answering, serving_folder, tls
+from web_servers import Served, answer, answering, serving_folder, tls
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
 from compile_cache.storage.catalog import read_catalog
@@ -27,6 +28,13 @@ OBJECT = {"name": "v1/a.pack", "size_bytes": 1, "modified_s": 1.5}
 def folder(tmp_path) -> Path:
     (tmp_path / "store").mkdir()
     return tmp_path / "store"
+
+
+@pytest.fixture
+def served(folder) -> Iterator[Served]:
+    """A server of the folder's files, in parts too."""
+    with serving_folder(folder, ranges=True) as served:
+        yield served
 
 
 def part(content: bytes, start: int, total: int) -> bytes:
@@ -64,22 +72,20 @@ def test_a_server_without_ranges_is_a_store_error_that_names_it_and_sends_next_t
 
 
 @pytest.mark.parametrize("name", ["v1/a b.pack", "v1/50%41+?&#.pack", "v1/höhe.pack", "v1/a;b='c'~.pack"])
-def test_names_are_quoted(folder, name):
+def test_names_are_quoted(folder, served, name):
     LocalStore(folder).put(name, b"content")
     index_folder(LocalStore(folder))
-    with serving_folder(folder, ranges=True) as served:
-        store = open_url(served.url)
-        assert [entry.name for entry in store.list("")] == [name]
-        assert store.read(name, 0, 3) == b"con"
+    store = open_url(served.url)
+    assert [entry.name for entry in store.list("")] == [name]
+    assert store.read(name, 0, 3) == b"con"
 
 
-def test_a_folder_below_the_servers_root_is_served_with_or_without_a_slash_at_its_end(folder):
+def test_a_folder_below_the_servers_root_is_served_with_or_without_a_slash_at_its_end(folder, served):
     (folder / "some folder").mkdir()
     (folder / "some folder" / "object").write_bytes(b"content")
-    with serving_folder(folder, ranges=True) as served:
-        for url in (f"{served.url}/some%20folder", f"{served.url}/some%20folder/"):
-            assert open_url(url).read("object", 0, 9) == b"content"
-            assert open_url(url).location == f"{served.url}/some%20folder/"
+    for url in (f"{served.url}/some%20folder", f"{served.url}/some%20folder/"):
+        assert open_url(url).read("object", 0, 9) == b"content"
+        assert open_url(url).location == f"{served.url}/some%20folder/"
 
 
 @pytest.mark.parametrize(
@@ -138,25 +144,21 @@ def test_a_certificate_of_an_unknown_authority_or_another_host_is_a_store_error_
     assert served.requests == []
 
 
-def test_a_redirect_is_followed_with_the_range_and_without_user_and_password(folder):
+def test_a_redirect_is_followed_with_the_range_and_without_user_and_password(folder, served):
     (folder / "object").write_bytes(b"0123456789")
-    with (
-        serving_folder(folder, ranges=True) as elsewhere,
-        answering(answer("302 Found", Location=f"{elsewhere.url}/object")) as served,
-    ):
-        assert open_url(with_user(served.url)).read("anything", 3, 2) == b"34"
-    assert AUTHORIZATION in served.requests[0]
-    assert "authorization" not in elsewhere.requests[0].lower()
+    with answering(answer("302 Found", Location=f"{served.url}/object")) as before:
+        assert open_url(with_user(before.url)).read("anything", 3, 2) == b"34"
+    assert AUTHORIZATION in before.requests[0]
+    assert "authorization" not in served.requests[0].lower()
 
 
 @pytest.mark.parametrize("scheme", ["http", "HTTP", "ftp", "file"])
-def test_a_redirect_from_https_to_another_scheme_is_refused(folder, trusted_certificates, scheme):
+def test_a_redirect_from_https_to_another_scheme_is_refused(folder, served, trusted_certificates, scheme):
     (folder / "object").write_bytes(b"content")
-    with serving_folder(folder, ranges=True) as unsafe:
-        to = answer("302 Found", Location=f"{unsafe.url}/object".replace("http", scheme, 1))
-        with answering(to, context=tls(trusted_certificates)) as served, pytest.raises(StoreError):
-            open_url(served.url).read("object", 0, 5)
-    assert (len(served.requests), unsafe.requests) == (1, [])
+    to = answer("302 Found", Location=f"{served.url}/object".replace("http", scheme, 1))
+    with answering(to, context=tls(trusted_certificates)) as before, pytest.raises(StoreError):
+        open_url(before.url).read("object", 0, 5)
+    assert (len(before.requests), served.requests) == (1, [])
 
 
 @pytest.mark.parametrize("url", ["https://user:secret@", "https://user:secret@host:port"])
@@ -198,8 +200,8 @@ def test_a_folder_that_is_not_there_gets_no_index(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_index_is_object_not_found_and_says_how_to_make_it(folder):
-    with serving_folder(folder, ranges=True) as served, pytest.raises(ObjectNotFound, match="compile-cache copy --to"):
+def test_a_missing_index_is_object_not_found_and_says_how_to_make_it(served):
+    with pytest.raises(ObjectNotFound, match="compile-cache copy --to"):
         open_url(served.url).list("")
 
 
@@ -234,22 +236,18 @@ BAD_INDEXES = [
 @pytest.mark.parametrize(
     "name", ["", "/etc/passwd", "../../etc/passwd", "v2/a/../m/v", "v2/a/m/./", "v2//m/v", "v2/a\nb"]
 )
-def test_an_object_of_an_index_with_a_name_that_no_pack_has_is_no_pack(folder, name):
+def test_an_object_of_an_index_with_a_name_that_no_pack_has_is_no_pack(folder, served, name):
     pack = OBJECT | {"name": f"v2/a/m/v/{'a' * 64}.pack"}
     others = [OBJECT | {"name": name}, OBJECT | {"name": f"{name}/{'b' * 64}.pack"}]
     (folder / "index.json").write_text(json.dumps({"objects": [pack, *others, pack]}))
-    with serving_folder(folder, ranges=True) as served:
-        (version,) = read_catalog(LayeredStore([open_url(served.url)]), "").versions
+    (version,) = read_catalog(LayeredStore([open_url(served.url)]), "").versions
     assert [entry.name for entry in version.packs] == [pack["name"]], "once, as a boot's layers list it"
 
 
 @pytest.mark.parametrize("index", BAD_INDEXES, ids=range(len(BAD_INDEXES)))
-def test_a_bad_index_is_a_store_error_that_says_where_it_is(folder, index):
+def test_a_bad_index_is_a_store_error_that_says_where_it_is(folder, served, index):
     (folder / "index.json").write_bytes(index.encode("latin-1"))
-    with (
-        serving_folder(folder, ranges=True) as served,
-        pytest.raises(StoreError, match=r"http://127.0.0.1:\d+/index.json: .*; make it again"),
-    ):
+    with pytest.raises(StoreError, match=r"http://127.0.0.1:\d+/index.json: .*; make it again"):
         open_url(served.url).list("")
     assert len(served.requests) == 1
 

@@ -243,7 +243,6 @@ print(module.weight.sum().item(), module.bias.sum().item() != 8.0, x.abs().max()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_weights_on_a_gpu_can_be_shared_and_the_rest_is_random():
     module = nn.Linear(16, 8, device="cuda")
     nn.init.constant_(module.weight, 2.0)
@@ -258,7 +257,6 @@ def test_weights_on_a_gpu_can_be_shared_and_the_rest_is_random():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_call_on_a_gpu_is_the_same_and_draws_from_no_global_generator():
     module = nn.Linear(16, 8, device="cuda", dtype=torch.bfloat16)
     call = module, (torch.ones(3, 17, device="cuda", dtype=torch.bfloat16)[1:, 1:],), {}

@@ -17,6 +17,7 @@ import blocks
 import numpy
 import pytest
 import torch
+from passes import Versioned
 from precompiling import artifacts, boot, build, eager, find, only_report, tensor, warm_up, warmed
 from torch import nn
 from torch._inductor import compile_fx
@@ -34,13 +35,12 @@ close = torch.testing.assert_close
 CACHED = Settings(precompile=False)
 
 
-class Product(nn.Module):
+class Product(blocks.Weighted):
     """A matrix product, times what it is told."""
 
     def __init__(self, factor: Any = 1.0) -> None:
         super().__init__()
         self.factor = factor
-        self.weight = nn.Parameter(torch.randn(16, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(x, x, self.weight, alpha=self.factor)
@@ -103,15 +103,10 @@ def predict(module: nn.Module, *args: Any) -> Any:
     return eager(module, *args)
 
 
-def normed() -> nn.Module:
-    """It has a hook of its own."""
-    return torch.nn.utils.weight_norm(nn.Linear(16, 16))
-
-
 TORCHS_OWN: dict[str, Callable[[], nn.Module]] = {
     "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
     "linear layer": lambda: nn.Linear(16, 16, bias=False),
-    "normed layer": normed,
+    "layer with a hook of its own": lambda: torch.nn.utils.weight_norm(nn.Linear(16, 16)),
 }
 
 
@@ -479,20 +474,13 @@ def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compare
     assert region.served["compiled"] == 1
 
 
-class Unnamed(torch._inductor.custom_graph_pass.CustomGraphPass):
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        """Changes nothing."""
-
-    def uuid(self) -> str:
-        raise RuntimeError("this pass has no name")
-
-
 def test_a_graph_pass_that_fails_costs_the_step(shared):
-    module = build(Product)
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=Unnamed()):
+    module, unnamed = build(Product), Versioned("none")
+    del unnamed.version
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=unnamed):
         compiler = boot(shared, module)
         close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
-    assert "this pass has no name" in only_report(compiler).reason
+    assert "no attribute 'version'" in only_report(compiler).reason
     assert only_report(compiler).made == 0
 
 

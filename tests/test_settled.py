@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import SIZE
+from blocks import SIZE, Weighted
 from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 from torch.nn.modules import module as module_hooks
@@ -29,24 +29,19 @@ from compile_cache.settings import Settings
 TABLE = torch.eye(SIZE)
 
 
-class Part(nn.Module):
+class Part(Weighted):
     """Its `forward` has neither defaults nor a closure: torch does not see that another one takes its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, self.weight)
 
 
-class Block(nn.Module):
+class Block(Weighted):
     """All that may change in it changes its answer. With `graphs`, it is served by those of `torch.compile`: by two
     because of a break, or by one that reads a global tensor."""
 
     def __init__(self, graphs: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
         self.part: nn.Module = Part()
         self.adapter: nn.Module | None = None
         self.factor = 1.0

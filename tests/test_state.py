@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import pickle
 import subprocess
@@ -13,7 +12,7 @@ import passes
 import pytest
 import torch
 from blocks import Block
-from precompiling import build, find, tensor, told
+from precompiling import build, find, products, tensor, told
 from state_process import StateProcess, environment, facts
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,9 +24,7 @@ from compile_cache.inductor.state import (
     SWITCHES,
     Option,
     ServerState,
-    precisions,
     prepare_with,
-    set_precisions,
     settle_attention_priority,
     switches,
 )
@@ -46,16 +43,6 @@ def _settings(monkeypatch):
 def process():
     with StateProcess() as process:
         yield process
-
-
-@contextlib.contextmanager
-def products(tell):
-    before = precisions()
-    tell()
-    try:
-        yield
-    finally:
-        set_precisions(("highest", *before[1:]))
 
 
 def reductions(kind):
@@ -220,12 +207,6 @@ def test_order_of_attentions_holds_although_torch_sets_its_own_first(process):
     assert answer["device"] == index
 
 
-def test_number_of_compile_workers_is_each_process_s_own():
-    before = ServerState.take(on_gpu=False)
-    with torch._inductor.config.patch(compile_threads=3):
-        assert ServerState.take(on_gpu=False) == before
-
-
 def test_a_module_of_options_that_another_thread_imports_has_its_defaults(monkeypatch):
     before = ServerState.take(on_gpu=False)
     spec = importlib.util.spec_from_loader("torch._functorch.config", None)
@@ -235,12 +216,10 @@ def test_a_module_of_options_that_another_thread_imports_has_its_defaults(monkey
     assert ServerState.take(on_gpu=False) == before
 
 
-def test_options_of_a_thread_that_loads_an_artifact_are_not_the_server_s():
+def test_options_of_a_thread_that_loads_an_artifact_and_each_process_s_own_compile_workers_are_not_the_server_s():
     before = ServerState.take(on_gpu=False)
-    with (
-        torch._dynamo.config.patch(enable_aot_compile=True),
-        torch._inductor.config.patch(enable_autograd_for_aot=True),
-    ):
+    of_inductor = config.patch(enable_autograd_for_aot=True, compile_threads=3)
+    with torch._dynamo.config.patch(enable_aot_compile=True), of_inductor:
         assert ServerState.take(on_gpu=False) == before
 
 

@@ -23,7 +23,6 @@ from precompiling import (
     artifacts,
     boot,
     build,
-    copied,
     eager,
     find,
     loaded,
@@ -54,13 +53,6 @@ def made(shared):
     warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
     assert len(artifacts(shared)) == 2
     return shared
-
-
-@pytest.fixture
-def restored(made, tmp_path):
-    """A restored boot's cache directory, of the test's own."""
-    with copied(made, tmp_path) as directory:
-        yield directory
 
 
 def artifact_of(directory, module_class):

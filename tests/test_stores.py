@@ -98,7 +98,6 @@ def make_subject(request, tmp_path) -> Callable[[str], Subject]:
             return Subject(LayeredStore([LocalStore(tmp_path / "empty"), origin]), origin)
         if kind == "https":
             url = request.getfixturevalue("https_folder")
-            (tmp_path / "store").mkdir(exist_ok=True)
             index_folder(origin)
             return Subject(open_url(url), origin, lambda: index_folder(origin))
         return Subject(origin, origin)

@@ -37,12 +37,8 @@ class Layers(nn.Module):
         return x * self.gain
 
 
-class Writing(nn.Module):
+class Writing(Layers):
     """Writes a weight in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.layers[0].weight.data.mul_(0.5)

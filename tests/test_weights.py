@@ -15,14 +15,15 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -56,11 +57,12 @@ def folder(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-@pytest.fixture(autouse=True)
-def no_progress_bars() -> Iterator[None]:
-    diffusers_logging.disable_progress_bar()
-    yield
-    diffusers_logging.enable_progress_bar()
+@contextmanager
+def begun(folder: Path | None, **options: int) -> Iterator[EarlyWeights]:
+    """Early copies of a folder's weights for the CPU, which have begun."""
+    with EarlyWeights(folder, **options) as early:
+        early.begin(CPU)
+        yield early
 
 
 def load(folder: Path) -> list[nn.Module]:
@@ -133,16 +135,14 @@ def test_a_model_in_the_hubs_cache_is_found_behind_its_links(folder, snapshot):
     assert local_folder("org/name", None) == local_folder("org/name", COMMIT) == snapshot
     assert local_folder("org/nowhere", None) is None
     assert local_folder(str(folder), None) == folder
-    with EarlyWeights(local_folder("org/name", None)) as early:
-        early.begin(CPU)
+    with begun(local_folder("org/name", None)) as early:
         modules = load(snapshot)
         assert taken(early, modules) == len(tensors(modules)) - 1
 
 
 def test_each_copy_is_taken_once(saved):
     """Two loads of one file are two mappings of it."""
-    with EarlyWeights(saved) as early:
-        early.begin(CPU)
+    with begun(saved) as early:
         first, second = load(saved), load(saved)
         assert taken(early, [*first, *second]) == len(tensors(first)) - 1
 
@@ -150,8 +150,7 @@ def test_each_copy_is_taken_once(saved):
 def test_one_model_is_found_without_a_pipeline(tmp_path):
     model = LlamaForCausalLM.from_pretrained(ROOT / "demo/llama-adder", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
-    with EarlyWeights(tmp_path) as early:
-        early.begin(CPU)
+    with begun(tmp_path) as early:
         loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
         assert taken(early, [loaded]) == len(list(model.parameters()))
 
@@ -161,8 +160,7 @@ def test_weights_of_a_file_that_changed_are_loaded_as_ever(folder, in_place, cap
     """Written in place with its old time, or replaced."""
     caplog.set_level(logging.INFO)
     path = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    with EarlyWeights(folder) as early:
-        early.begin(CPU)
+    with begun(folder) as early:
         early._finish()
         status, content = path.stat(), path.read_bytes()
         if in_place:
@@ -180,8 +178,7 @@ def test_weights_of_a_file_that_changed_are_loaded_as_ever(folder, in_place, cap
 
 def test_a_weight_that_was_changed_in_memory_keeps_its_value(saved):
     """It lies in a mapping of its file, and is no more what the file has."""
-    with EarlyWeights(saved) as early:
-        early.begin(CPU)
+    with begun(saved) as early:
         modules = load(saved)
         changed = next(modules[0].parameters())
         with torch.no_grad():
@@ -195,8 +192,7 @@ def test_a_weight_that_lies_in_two_mappings_keeps_its_value(tmp_path):
     """Advice splits a mapping, and one part of it is written to."""
     (tmp_path / "config.json").write_text("{}")
     save_file({"large": torch.ones(1 << 17, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    with EarlyWeights(tmp_path) as early:
-        early.begin(CPU)
+    with begun(tmp_path) as early:
         module = nn.Module()
         module.large = nn.Parameter(load_file(tmp_path / "model.safetensors")["large"])
         middle = (module.large.data_ptr() + module.large.nbytes // 2) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -211,8 +207,7 @@ def test_a_path_that_the_system_writes_in_another_way_is_not_taken(saved, tmp_pa
     for name in ("a\\012b", "a\nb", "a b"):
         shutil.copytree(saved, tmp_path / name)
     for name, is_found in (("a\\012b", False), ("a\nb", False), ("a b", True)):
-        with EarlyWeights(tmp_path / name) as early:
-            early.begin(CPU)
+        with begun(tmp_path / name) as early:
             assert bool(taken(early, load(tmp_path / name))) is is_found
 
 
@@ -245,8 +240,7 @@ def test_a_file_that_is_cut_short_or_has_a_damaged_header_is_named_and_not_copie
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(20) if header else path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=f"{path}.*download it again"):
         read_header(path)
-    with EarlyWeights(folder) as early:
-        early.begin(CPU)
+    with begun(folder) as early:
         assert not early._chunks
     assert not need_no_cast(folder)
 
@@ -285,16 +279,14 @@ EDITS: dict[str, tuple[Callable[[Path], object], bool]] = {
 @pytest.mark.parametrize(("edit", "needs_no_cast"), EDITS.values(), ids=EDITS)
 def test_what_from_pretrained_makes_otherwise_is_not_copied(folder, edit, needs_no_cast):
     edit(folder / "vae" / "diffusion_pytorch_model.safetensors")
-    with EarlyWeights(folder) as early:
-        early.begin(CPU)
+    with begun(folder) as early:
         early.give([nn.Linear(2, 2)])
         assert not early._chunks
     assert need_no_cast(folder) is needs_no_cast
 
 
 def test_without_a_local_folder_nothing_is_copied():
-    with EarlyWeights(None) as early:
-        early.begin(CPU)
+    with begun(None) as early:
         early.give([nn.Linear(2, 2)])
         assert not early._chunks
 
@@ -348,12 +340,9 @@ def test_a_setup_that_fails_ends_the_copying(saved, monkeypatch):
 def test_memory_that_cannot_be_pinned_costs_only_speed(saved, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
 
-    def refuse(self: Any, targets: list[torch.Tensor]) -> None:
-        raise RuntimeError("mapped files cannot be pinned here (CUDA error 801)")
-
+    refuse = mock.Mock(side_effect=RuntimeError("mapped files cannot be pinned here (CUDA error 801)"))
     monkeypatch.setattr(early_weights._Chunk, "copy", refuse)
-    with EarlyWeights(saved) as early:
-        early.begin(CPU)
+    with begun(saved) as early:
         assert taken(early, load(saved)) == 0
     assert "so they load later. RuntimeError: mapped files cannot be pinned here" in caplog.text
 
@@ -361,10 +350,7 @@ def test_memory_that_cannot_be_pinned_costs_only_speed(saved, monkeypatch, caplo
 @pytest.mark.parametrize("at", ["plan", "begin"])
 def test_a_host_without_another_thread_loads_as_ever(saved, at, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
     with monkeypatch.context() as patched:
         if at == "plan":
             patched.setattr(threading.Thread, "start", refuse)
@@ -389,8 +375,7 @@ def test_a_file_that_cannot_be_read_stops_the_plan(folder, monkeypatch, caplog):
         return read(path)
 
     monkeypatch.setattr(early_weights, "read_header", fail)
-    with EarlyWeights(folder) as early:
-        early.begin(CPU)
+    with begun(folder) as early:
         assert not early._chunks
         assert len(os.listdir("/proc/self/fd")) == count
     assert "PermissionError" in caplog.text
@@ -534,10 +519,6 @@ def test_any_module_moves_as_it_is(piece_bytes, monkeypatch):
 
 
 def test_an_error_on_a_thread_is_raised(monkeypatch):
-    def fail(*args: Any) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(numpy, "copyto", fail)
-
+    monkeypatch.setattr(numpy, "copyto", mock.Mock(side_effect=OSError("the disk is gone")))
     with pytest.raises(OSError, match="the disk is gone"):
         move([nn.Linear(4, 4)], CPU)
