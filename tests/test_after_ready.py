@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 
 import pytest
@@ -311,3 +312,14 @@ def test_the_mark_says_what_is_late(restored):
     late = {path.parent for path in restored.path.rglob("*.late")}
     assert len(late) == 1
     assert late < {path.parent for path in artifacts(restored)}
+
+
+def test_a_request_loads_nothing_while_its_functions_are_to_be_loaded_beside_it(restored, monkeypatch):
+    compiler, modules = next_boot(restored)
+    gap = threading.Event()
+    monkeypatch.setattr(compiler.policy, "_wait_for_gap", lambda _: gap.wait(60))
+    compiler.policy.release()
+    assert predict(compiler, modules) == ({"eager": 2}, False)
+    gap.set()
+    assert compiler.policy.wait(60)
+    assert predict(compiler, modules) == ({"precompiled": 2}, True)

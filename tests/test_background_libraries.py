@@ -19,7 +19,9 @@ from marked_processes import wait_for
 
 from compile_cache.background import orders as orders_module
 from compile_cache.background.orders import Order, Orders
+from compile_cache.inductor.make import Answer
 from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.stores.local import LocalStore
 
 KILLS = 50
@@ -98,3 +100,15 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
         assert len(libraries) == KILLS // 2
         assert broken(*libraries) == []
     assert left, "no kill came while a library was written"
+
+
+def test_an_artifact_comes_after_the_kernels_that_it_needs(tmp_path, monkeypatch):
+    directory, found = CacheDirectory.claim(tmp_path), []
+    orders = Orders(Settings(), directory, threading.Event())
+    kernel, artifact = "zz/kernel.so", "precompiled/group/function.aot"
+    (orders.workshop / kernel).parent.mkdir(parents=True)
+    (orders.workshop / kernel).touch()
+    there = (directory.path / kernel).exists
+    monkeypatch.setattr(orders_module, "copy_artifact", lambda *_: found.append(there()))
+    orders.take(Answer(files=(artifact, kernel)))
+    assert found == [True]

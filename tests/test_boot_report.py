@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from precompiling import boot, build, only_report, tensor, warm_up, warmed
 from toy_model import ToyModel
 
-from compile_cache.inductor.make import Answer
+from compile_cache.inductor.make import Answer, compare_speed
 from compile_cache.lifecycle.boot_report import BootReport, CompileCounts, PublishReport, RefusedPack, RestoreReport
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
@@ -248,3 +249,9 @@ def test_the_times_of_a_region_are_those_of_its_slowest_call():
         region.note_made(Answer(compiled_ms=compiled_ms, eager_ms=eager_ms))
     assert (region.compiled_ms, region.eager_ms) == (2.0, 4.0)
     assert BootReport(regions=[region]).metrics()["compile_cache.speedup"] == {"Block": 2.0}
+
+
+def test_the_time_of_compiled_code_is_not_taken_for_eagers():
+    call = torch.nn.Identity(), (torch.ones(1),), {}
+    compiled_ms, eager_ms = compare_speed(lambda *_: time.sleep(0.1), lambda: call)
+    assert compiled_ms >= 100 > eager_ms

@@ -566,3 +566,8 @@ def test_commands_import_neither_torch_nor_boto3(variables, arguments):
     )
     done = run_program(program)
     assert done.stdout in ("0 []\n", "1 []\n"), done.stderr
+
+
+def test_what_a_server_answers_is_written_out_in_an_error_too(capsys):
+    output.print_note(f"error: cannot list the store: {ESCAPE}[2J")
+    assert capsys.readouterr().err == "error: cannot list the store: \\x1b[2J\n"

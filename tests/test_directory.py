@@ -255,3 +255,13 @@ def test_what_was_withdrawn_with_its_owner_is_never_ready(tmp_path):
 )
 def test_a_graphs_logical_key_is_what_it_is_for_and_any_other_files_is_its_path(path, key):
     assert logical_key(path) == key
+
+
+@pytest.mark.parametrize("shared", [0o720, 0o770, 0o702], ids=oct)
+def test_a_folder_with_other_files_where_a_group_may_write_is_refused(tmp_path, shared):
+    root = tmp_path / "cache"
+    root.mkdir()
+    (root / "notes.txt").touch()
+    root.chmod(shared)
+    with pytest.raises(CacheDirectoryError, match="other users can write"):
+        CacheDirectory.claim(root)

@@ -695,3 +695,26 @@ def test_the_variable_that_changed_is_named(own_answers):
     _, reason, is_right = restored["Choosing"]
     assert "the environment variable OWN_CHOICE has changed" in reason
     assert is_right == [True, True]
+
+
+def test_a_function_for_inputs_apart_is_not_found_for_inputs_that_overlap(restored):
+    several, apart = build(Several), (tensor(16, 16), tensor(16, 16, seed=2))
+    warmed_up = boot(restored, several)
+    warm_up(warmed_up, lambda: several(*apart))
+    assert only_report(warmed_up).made == 1
+    artifacts = loaded(restored)  # of a next boot, whose first call is one that overlaps
+    assert isinstance(find(artifacts, several, *OVERLAPPING["in part"](tensor(24, 16))), str)
+    assert isinstance(find(artifacts, several, *apart), Precompiled)
+
+
+class IntoOut(nn.Module):
+    """Writes into its input by `out=`."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch.sin(x, out=x)
+        return x + y
+
+
+def test_what_is_written_by_out_is_known():
+    x, y = OVERLAPPING["in part"](torch.randn(24, 16))
+    assert writes_where_tensors_overlap(IntoOut(), (x, y), {})

@@ -258,3 +258,8 @@ def test_an_index_that_is_too_large_is_read_no_further(folder):
     with serving_folder(folder, ranges=True) as served, pytest.raises(StoreError, match=f"than {MOST_INDEX_BYTES}"):
         open_url(served.url).list("")
     assert served.sent_bytes == MOST_INDEX_BYTES + 1
+
+
+@pytest.mark.parametrize("url", ["https://user:secret@host/packs", "http://user:s/ecret@host/packs/"])
+def test_a_mirror_is_shown_without_its_user_and_password(url):
+    assert open_url(url).location == f"{url.partition('://')[0]}://host/packs/"

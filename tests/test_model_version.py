@@ -281,3 +281,7 @@ def test_a_folder_that_is_called_as_many_are_is_told_apart_and_a_hub_id_is_none(
     assert has_common_name(str(tmp_path / name))
     assert not has_common_name(str(tmp_path))
     assert not has_common_name(f"weights@{COMMIT}")
+
+
+def test_another_revision_of_a_name_that_is_no_hub_id_is_another_version(source):
+    assert len({version(name, source) for name in ("flux", "flux@1", "flux@2")}) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import faulty_blocks
 import pytest
@@ -182,3 +183,35 @@ def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     report = only_report(compiler)
     assert (report.made, report.step) == (0, "eager")
     assert "IS_DOUBLED" in report.reason
+
+
+def test_what_waits_for_an_ending_waits_for_the_last_prediction_that_is_open():
+    moment, made = Moment(), list[str]()
+    moment.begin()
+    moment.begin()
+    moment.note_ending("a function", lambda: made.append("marked"))
+    moment.end(is_complete=True, had_new_code=False)
+    assert made == []
+    moment.end(is_complete=True, had_new_code=False)
+    assert made == ["marked"]
+
+
+@pytest.mark.parametrize(("error", "made"), [(None, ["marked"]), (ValueError("of the model"), [])])
+def test_a_prediction_that_raises_is_no_whole_one(directory, error, made):
+    compiler, marked = background(directory), list[str]()
+    prediction = Prediction(BootReport(), compiler)
+    prediction.__enter__()
+    compiler.policy.moment.note_ending("a function", lambda: marked.append("marked"))
+    prediction.__exit__(error and type(error), error, None)
+    assert marked == made
+
+
+def test_code_that_is_noted_again_waits_no_longer_under_steady_overlap(monkeypatch):
+    moment, taken, now = Moment(), list[str](), [0.0]
+    monkeypatch.setattr("compile_cache.serving.moment.time", SimpleNamespace(monotonic=lambda: now[0]))
+    moment.begin()
+    for now[0], what in ((0.0, "one instance"), (9.0, "another")):
+        moment.note("code", lambda what=what: taken.append(what))
+    now[0] = 11.0
+    moment.begin()  # while the first one is open
+    assert taken == ["another"]

@@ -52,3 +52,10 @@ def test_a_copy_is_an_inference_tensor_where_the_original_is_one(inference):
 def test_a_module_outside_the_region_is_shared():
     outside = nn.Linear(2, 2)
     assert Shadow(nn.Identity(), (outside,), {}).args[0] is outside
+
+
+def test_a_generator_of_the_modules_own_is_copied_with_its_state():
+    module = Stateful()
+    module.generator = torch.Generator().manual_seed(7)
+    copied = Shadow(module, (), {}).module.generator
+    assert torch.rand((), generator=copied) == torch.rand((), generator=module.generator)

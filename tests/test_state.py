@@ -17,6 +17,7 @@ from state_process import StateProcess, environment, facts
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compile_cache.calls.spec import autocast_dtype
 from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.state import (
@@ -24,6 +25,8 @@ from compile_cache.inductor.state import (
     SWITCHES,
     Option,
     ServerState,
+    describe_switches,
+    modes_of,
     prepare_with,
     settle_attention_priority,
     switches,
@@ -359,3 +362,11 @@ def test_preparing_the_compiling_process_leaves_options_as_the_servers_are_on_a_
     """Artifacts are found by their options: with another pass over graphs, the server would never find one."""
     prepare_process()
     assert config.post_grad_custom_pre_pass is None
+
+
+def test_a_thread_has_its_own_autocast_again_after_a_load_with_another_one():
+    """To leave inference mode resets whether autocast is on, and not its type."""
+    with torch.autocast("cpu", torch.float16):
+        with modes_of({**describe_switches(switches(on_gpu=False)), "autocast on CPU": "bfloat16"}):
+            assert autocast_dtype("cpu") == "bfloat16"
+        assert autocast_dtype("cpu") == "float16"

@@ -9,6 +9,7 @@ import shutil
 import sys
 import types
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import ClassVar
 from unittest import mock
 
@@ -365,3 +366,14 @@ def test_a_call_with_nested_tensors_is_eager_and_says_so(directory):
     close(answer, eager(encoder, tensor(1, 3, 16), src_key_padding_mask=mask))
     assert only_report(compiler).step == "eager"
     assert "a nested tensor cannot be handed over: torch.compile makes no graph of it" in only_report(compiler).reason
+
+
+def test_a_setup_traces_no_longer_than_its_time_allows(restored, monkeypatch):
+    modules = build(Breaking), build(ReadsGlobalTensor)
+    warm_up(boot(restored, *modules), lambda: [module(tensor()) for module in modules])
+    cached = Artifacts.cached
+    monkeypatch.setattr(Artifacts, "cached", lambda *call: replace(cached(*call), seconds=7.0))
+    compiler = boot(restored, *modules, settings=Settings(cold_start="background", unseen="background"))
+    warm_up(compiler, lambda: [module(tensor()) for module in modules])
+    assert [report.step for report in compiler.reports] == ["cached", "eager"]
+    assert "its graphs take 7 s to trace in the setup" in compiler.reports[1].reason
