@@ -264,7 +264,7 @@ def shared(tmp_path_factory) -> Iterator[CacheDirectory]:
 
 
 @pytest.fixture
-def restored(made, tmp_path) -> Iterator[CacheDirectory]:
+def restart(made, tmp_path) -> Iterator[CacheDirectory]:
     """A copy, of the test's own, of the cache directory that a boot of the module has `made`."""
     from precompiling import copied
 

@@ -106,8 +106,8 @@ def made(tmp_path_factory):
         yield directory
 
 
-def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(restored):
-    compiler, modules = next_boot(restored)
+def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(restart):
+    compiler, modules = next_boot(restart)
     assert steps(compiler) == {"Once": "late", "Step": "precompiled"}
     assert compiler.policy.waiting == 1
     assert not compiler.policy.wait(0.0)
@@ -124,12 +124,12 @@ def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
-def test_what_another_version_compared_is_compared_before_it_serves(restored):
-    compiler, modules = next_boot(restored, is_hit=False)
+def test_what_another_version_compared_is_compared_before_it_serves(restart):
+    compiler, modules = next_boot(restart, is_hit=False)
     assert steps(compiler)["Once"] == "precompiled", "nobody said that it could be loaded later"
-    for mark in [*restored.path.rglob("*.late"), *restored.path.rglob("*.compared")]:
+    for mark in [*restart.path.rglob("*.late"), *restart.path.rglob("*.compared")]:
         mark.unlink()
-    compiler = Regions(BACKGROUND, restored)
+    compiler = Regions(BACKGROUND, restart)
     for module in modules:
         compiler.compile(module, after_ready=True)
     warm_up(compiler, lambda: call(modules))
@@ -141,31 +141,31 @@ def test_what_another_version_compared_is_compared_before_it_serves(restored):
     assert compiler.reports[0].relative_error is not None
 
 
-def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restored, tmp_path):
+def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restart, tmp_path):
     settings = Settings(cold_start="block", unseen="block")  # without a setup budget
     with activated(tmp_path / "empty") as directory:
         compiler, modules = next_boot(directory, settings, is_hit=False)
         assert steps(compiler) == {"Once": "eager", "Step": "cold"}
         assert (compiler.policy.waiting, compiler.reports[0].waiting) == (1, 1)
         assert predict(compiler, modules)[0] == {"eager": 2}, "no request waits"
-    for mark in restored.path.rglob("*.late"):
+    for mark in restart.path.rglob("*.late"):
         mark.with_suffix(".aot").unlink()
-    compiler, _ = next_boot(restored, settings)
+    compiler, _ = next_boot(restart, settings)
     assert (compiler.reports[0].made, compiler.policy.waiting) == (1, 0)
 
 
 @pytest.mark.parametrize("unseen", ["eager", "error", "block"])
-def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(restored, unseen):
+def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(restart, unseen):
     """All of it is preloaded then."""
-    compiler, _ = next_boot(restored, Settings(cold_start="background", unseen=unseen), warms_up=False)
+    compiler, _ = next_boot(restart, Settings(cold_start="background", unseen=unseen), warms_up=False)
     assert len(compiler.policy.artifacts._ahead) == 2
     warm_up(compiler, lambda: call(tuple(region for kind in compiler.by_class.values() for region in kind._functions)))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
-def test_predictions_at_the_same_time_have_one_code_each(restored):
+def test_predictions_at_the_same_time_have_one_code_each(restart):
     """Both find the code: the first one while the other's call of the same kind is answered eager."""
-    compiler, modules = next_boot(restored)
+    compiler, modules = next_boot(restart)
     compiler.policy.release()
     assert compiler.policy.wait(60)
     served = compiler.by_class[Once].served
@@ -215,22 +215,22 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
         torch.testing.assert_close(eager(two, tensor()), eager(build(Scaled, 2.0), tensor()))
 
 
-def test_what_another_version_stored_is_published_though_nothing_calls_it_again(restored):
-    for mark in restored.path.rglob("*.late"):
+def test_what_another_version_stored_is_published_though_nothing_calls_it_again(restart):
+    for mark in restart.path.rglob("*.late"):
         mark.unlink()
-    paths = {path.relative_to(restored.path).as_posix() for path in artifacts(restored)}
-    restored.outgoing = Outgoing(restored)
-    restored.outgoing.plant({path: path for path in paths})
+    paths = {path.relative_to(restart.path).as_posix() for path in artifacts(restart)}
+    restart.outgoing = Outgoing(restart)
+    restart.outgoing.plant({path: path for path in paths})
     torch._dynamo.reset()
-    compiler, modules = Regions(BACKGROUND, restored), (build(Once), build(Once), build(Step))
+    compiler, modules = Regions(BACKGROUND, restart), (build(Once), build(Once), build(Step))
     for module in modules:
         compiler.compile(module, after_ready=True)
     warm_up(compiler, lambda: call(modules))
-    assert paths <= restored.outgoing.ready(is_ending=True).keys()
+    assert paths <= restart.outgoing.ready(is_ending=True).keys()
 
 
-def test_if_nothing_can_be_loaded_on_a_thread_calls_load_it(restored, monkeypatch):
-    compiler, modules = next_boot(restored)
+def test_if_nothing_can_be_loaded_on_a_thread_calls_load_it(restart, monkeypatch):
+    compiler, modules = next_boot(restart)
     monkeypatch.setattr("compile_cache.serving.policy.end_at_exit", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         compiler.policy.release()
@@ -238,31 +238,31 @@ def test_if_nothing_can_be_loaded_on_a_thread_calls_load_it(restored, monkeypatc
     assert predict(compiler, modules)[0] == {"precompiled": 2}
 
 
-def test_a_module_that_ready_needs_after_all_is_not_late(restored):
-    compiler, modules = next_boot(restored)
+def test_a_module_that_ready_needs_after_all_is_not_late(restart):
+    compiler, modules = next_boot(restart)
     compiler.compile(build(Once))
     warm_up(compiler, lambda: call(modules))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
-def test_a_class_is_late_only_if_all_its_modules_are(restored):
+def test_a_class_is_late_only_if_all_its_modules_are(restart):
     torch._dynamo.reset()
-    compiler, modules = Regions(BACKGROUND, restored, is_hit=True), (build(Once), build(Once), build(Step))
+    compiler, modules = Regions(BACKGROUND, restart, is_hit=True), (build(Once), build(Once), build(Step))
     for number, module in enumerate(modules):
         compiler.compile(module, after_ready=number == 0)
     warm_up(compiler, lambda: call(modules))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
-def test_functions_that_serve_others_of_these_calls_already_are_not_waited_for(restored):
+def test_functions_that_serve_others_of_these_calls_already_are_not_waited_for(restart):
     """As after a preload that did not know yet which ones are late."""
-    compiler, _ = next_boot(restored, is_hit=False)
+    compiler, _ = next_boot(restart, is_hit=False)
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
-def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(restored):
-    compiler, modules = next_boot(restored)
-    for path in restored.path.rglob("*.late"):
+def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(restart):
+    compiler, modules = next_boot(restart)
+    for path in restart.path.rglob("*.late"):
         path.with_suffix(".aot").write_bytes(b"damaged")
     compiler.policy.release()
     compiler.policy.wait(60)
@@ -272,9 +272,9 @@ def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(res
     assert "is damaged" in compiler.reports[0].reason
 
 
-def test_calls_after_ready_wait_for_nothing(restored):
+def test_calls_after_ready_wait_for_nothing(restart):
     """A warm-up of its own after READY, as by a model that is loaded later."""
-    compiler, modules = next_boot(restored)
+    compiler, modules = next_boot(restart)
     compiler.policy.release()
     assert compiler.policy.wait(60)
     predict(compiler, modules)
@@ -285,8 +285,8 @@ def test_calls_after_ready_wait_for_nothing(restored):
     assert predict(compiler, (other, *modules[1:]))[0] == {"precompiled": 2}
 
 
-def test_a_fork_loads_what_it_needs(restored):
-    compiler, modules = next_boot(restored)
+def test_a_fork_loads_what_it_needs(restart):
+    compiler, modules = next_boot(restart)
     compiler.policy.order_nothing("a fork has no second process")
     call(modules)
     assert dict(compiler.by_class[Once].served) == {"eager": 2, "precompiled": 2}
@@ -308,14 +308,14 @@ def test_whole_boots_load_it_after_ready_and_an_exit_right_then_is_clean(tmp_pat
     assert third["is_warm"]
 
 
-def test_the_mark_says_what_is_late(restored):
-    late = {path.parent for path in restored.path.rglob("*.late")}
+def test_the_mark_says_what_is_late(restart):
+    late = {path.parent for path in restart.path.rglob("*.late")}
     assert len(late) == 1
-    assert late < {path.parent for path in artifacts(restored)}
+    assert late < {path.parent for path in artifacts(restart)}
 
 
-def test_a_request_loads_nothing_while_its_functions_are_to_be_loaded_beside_it(restored, monkeypatch):
-    compiler, modules = next_boot(restored)
+def test_a_request_loads_nothing_while_its_functions_are_to_be_loaded_beside_it(restart, monkeypatch):
+    compiler, modules = next_boot(restart)
     gap = threading.Event()
     monkeypatch.setattr(compiler.policy, "_wait_for_gap", lambda _: gap.wait(60))
     compiler.policy.release()

@@ -79,9 +79,9 @@ def caches() -> list[torch.Tensor]:
         return [torch.zeros(4, blocks.SIZE), torch.zeros(4, blocks.SIZE)]
 
 
-def test_next_boot_is_precompiled_traces_nothing_and_serves_predictions(restored):
+def test_next_boot_is_precompiled_traces_nothing_and_serves_predictions(restart):
     block = build(Block)
-    compiler = boot(restored, block)
+    compiler = boot(restart, block)
     output = warm_up(compiler, lambda: block(tensor()))
     report = only_report(compiler)
     assert (report.step, report.reason) == ("precompiled", "")
@@ -106,11 +106,11 @@ def test_a_load_gives_triton_the_digest_of_its_files_that_the_maker_computed(mad
         Precompiled("here", Record.from_json({**record, "triton_key": "of another build"}), payload)
 
 
-def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(restored):
+def test_input_that_was_made_outside_of_inference_mode_is_served_as_well(restart):
     """As a caller's own tensors are."""
     for _ in range(2):
         block = build(Block)
-        compiler = boot(restored, block)
+        compiler = boot(restart, block)
         outside = tensor().clone() if torch.is_inference_mode_enabled() else torch.ones(4, blocks.SIZE)
         output = warm_up(compiler, lambda block=block, outside=outside: block(outside))
         close(output, eager(build(Block), outside))
@@ -316,16 +316,16 @@ def test_hook_of_a_module_that_is_no_part_is_noticed(made):
 
 
 @pytest.mark.parametrize("change", ANSWERED)
-def test_block_that_is_changed_before_or_after_the_load_answers_as_in_eager(restored, change):
+def test_block_that_is_changed_before_or_after_the_load_answers_as_in_eager(restart, change):
     block, changed = build(Block), build(Block)
     with CHANGES[change](changed):
         expected = eager(changed, tensor())
-        compiler = boot(restored, changed)
+        compiler = boot(restart, changed)
         close(warm_up(compiler, lambda: changed(tensor())), expected, rtol=1e-3, atol=1e-3)
     report = only_report(compiler)
     assert report.step in ("cached", "cold", "eager")
     assert report.reason
-    compiler = warmed(restored, block)
+    compiler = warmed(restart, block)
     assert only_report(compiler).step == "precompiled"
     with CHANGES[change](block):
         close(eager(block, tensor()), expected, rtol=1e-3, atol=1e-3)
@@ -392,9 +392,9 @@ def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
 
 
 @pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
-def test_function_that_is_tuned_after_the_load_answers_as_in_eager(restored, change):
+def test_function_that_is_tuned_after_the_load_answers_as_in_eager(restart, change):
     module = build(Tunable)
-    compiler = warmed(restored, module)
+    compiler = warmed(restart, module)
     assert only_report(compiler).step == "precompiled"
     with TUNED[change](module):
         expected = eager(build(Tunable), tensor())
@@ -430,9 +430,9 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
     assert fits(found, block, tensor())
 
 
-def test_gradients_are_recorded_as_in_eager(restored):
+def test_gradients_are_recorded_as_in_eager(restart):
     block = build(Block)
-    warmed(restored, block)
+    warmed(restart, block)
     with torch.enable_grad():
         block(torch.ones(4, blocks.SIZE)).sum().backward()
     gradient, block.first.grad = block.first.grad, None
@@ -448,11 +448,11 @@ def test_call_that_records_gradients_is_told_what_to_do(made):
     assert "torch.inference_mode()" in reason
 
 
-def test_no_grad_and_inference_mode_have_an_artifact_each(restored):
+def test_no_grad_and_inference_mode_have_an_artifact_each(restart):
     # torch's own caches may know the graph, which is the same; the artifact is made anew.
     for steps in ({"cold", "cached"}, {"precompiled"}):
         block = build(Block)
-        compiler = boot(restored, block)
+        compiler = boot(restart, block)
         with torch.no_grad(), compiler.watching():
             output = block(torch.ones(4, blocks.SIZE))
         assert not output.is_inference()
@@ -461,15 +461,15 @@ def test_no_grad_and_inference_mode_have_an_artifact_each(restored):
     assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 2)
 
 
-def test_numbers_in_arguments_have_an_artifact_each(restored):
+def test_numbers_in_arguments_have_an_artifact_each(restart):
     calls = [lambda block: block(tensor()), lambda block: block(tensor(), 2.0), lambda block: block(tensor(), by=3.0)]
-    assert_precompiled_by_the_next_boot(restored, Block, *calls)
+    assert_precompiled_by_the_next_boot(restart, Block, *calls)
 
 
 def test_layers_write_into_their_own_caches_in_the_making_and_in_the_loading_boot(made, tmp_path):
     expected = caches()
     answer = eager(build(Layers), tensor(), expected)
-    boots = (activated(tmp_path / "cold"), "cold"), (copied(made, tmp_path / "restored"), "precompiled")
+    boots = (activated(tmp_path / "cold"), "cold"), (copied(made, tmp_path / "restart"), "precompiled")
     for context, step in boots:
         with context as directory:
             layers, written = build(Layers), caches()
@@ -491,10 +491,10 @@ def test_artifact_with_kernels_in_cpp_says_for_which_host(made):
     assert {host["threads"] for host in hosts} == {str(torch.get_num_threads())}
 
 
-def test_strides_of_a_batch_of_one_need_one_artifact(restored):
+def test_strides_of_a_batch_of_one_need_one_artifact(restart):
     """A slice of a longer batch has other strides in dimensions where no address depends on them."""
     module = build(Batched)
-    compiler = boot(restored, module)
+    compiler = boot(restart, module)
     long = tensor(1, 8, 16)
     with torch.inference_mode():
         variants = [tensor(1, 4, 16), long[:, :4], long[:, 4:]]
@@ -504,11 +504,11 @@ def test_strides_of_a_batch_of_one_need_one_artifact(restored):
     assert (report.step, report.loaded, report.graphs) == ("precompiled", 1, 0)
 
 
-def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(restored):
+def test_slices_of_a_batch_of_two_are_not_taken_for_contiguous(restart):
     with torch.inference_mode():
         sliced = tensor(2, 8, 16)[:, :4]
     calls = [lambda module: module(tensor(2, 4, 16)), lambda module: module(sliced)]
-    assert_precompiled_by_the_next_boot(restored, Batched, *calls)
+    assert_precompiled_by_the_next_boot(restart, Batched, *calls)
 
 
 # Views of one tensor of 24 rows. The first one is written.
@@ -541,9 +541,9 @@ class Joined(nn.Module):
 
 @pytest.mark.parametrize("name", OVERLAPPING)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_a_call_that_writes_where_two_inputs_overlap_is_eager(restored, name, mode):
+def test_a_call_that_writes_where_two_inputs_overlap_is_eager(restart, name, mode):
     several = build(Several)
-    compiler = boot(restored, several)
+    compiler = boot(restart, several)
 
     def apart() -> list[torch.Tensor]:
         return [view.clone() for view in OVERLAPPING[name](tensor(24, 16))]
@@ -584,9 +584,9 @@ class Holding(nn.Module):
         return self.held.first + self.held.second
 
 
-def test_a_call_that_writes_where_tensors_of_an_object_overlap_is_eager(restored):
+def test_a_call_that_writes_where_tensors_of_an_object_overlap_is_eager(restart):
     holding, twin, x = build(Holding), build(Holding), tensor(16, 16)
-    compiler = boot(restored, holding)
+    compiler = boot(restart, holding)
     answers = warm_up(compiler, lambda: [holding(x) for _ in range(3)])
     with torch.inference_mode():
         close([*answers, holding(x)], [twin(x) for _ in range(4)])
@@ -624,12 +624,12 @@ def test_what_is_written_where_tensors_overlap_is_known_or_an_error():
 
 
 @pytest.mark.parametrize("views", [lambda x: (x, x), lambda x: (x[:16], x[16:]), lambda x: (x[0], x[1])])
-def test_a_call_that_writes_one_input_twice_or_beside_another_is_precompiled(restored, views):
+def test_a_call_that_writes_one_input_twice_or_beside_another_is_precompiled(restart, views):
     for step in ("cold", "precompiled"):
         several, storage, expected = build(Several), tensor(32, 16), tensor(32, 16)
         if views(storage)[0].dim() == 1:
             storage, expected = storage.view(2, 16, 16), expected.view(2, 16, 16)
-        compiler = boot(restored, several)
+        compiler = boot(restart, several)
         with torch.inference_mode():
             answer = build(Several)(*views(expected))
         close(warm_up(compiler, lambda several=several, storage=storage: several(*views(storage))), answer)
@@ -638,14 +638,14 @@ def test_a_call_that_writes_one_input_twice_or_beside_another_is_precompiled(res
 
 
 @pytest.mark.parametrize("name", OVERLAPPING)
-def test_a_call_that_only_reads_where_two_inputs_overlap_is_precompiled(restored, name):
-    assert_precompiled_by_the_next_boot(restored, Joined, lambda joined: joined(*OVERLAPPING[name](tensor(24, 16))))
+def test_a_call_that_only_reads_where_two_inputs_overlap_is_precompiled(restart, name):
+    assert_precompiled_by_the_next_boot(restart, Joined, lambda joined: joined(*OVERLAPPING[name](tensor(24, 16))))
 
 
-def test_input_that_is_changed_ends_as_in_eager(restored):
+def test_input_that_is_changed_ends_as_in_eager(restart):
     pair, expected = build(Pair), tensor(16, 16)
     answer = eager(build(Pair), expected, tensor(16, 16, seed=2))
-    compiler = boot(restored, pair)
+    compiler = boot(restart, pair)
     for _ in range(2):
         changed = tensor(16, 16)
         close(warm_up(compiler, lambda changed=changed: pair(changed, tensor(16, 16, seed=2))), answer)
@@ -673,10 +673,10 @@ def own_answers(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", OWN)
 def test_inputs_and_answers_of_their_own_classes_are_precompiled(own_answers, name):
-    _, (cold, restored) = own_answers
+    _, (cold, restart) = own_answers
     assert cold[name][0] in ("cold", "cached"), "a graph may be another class's"
     assert cold[name][2] == [True, True]
-    assert restored[name] == ["precompiled", "", [True, True]]
+    assert restart[name] == ["precompiled", "", [True, True]]
 
 
 def test_the_store_has_no_text_of_the_environment_nor_of_the_model(own_answers):
@@ -691,18 +691,18 @@ def test_the_store_has_no_text_of_the_environment_nor_of_the_model(own_answers):
 
 
 def test_the_variable_that_changed_is_named(own_answers):
-    _, (_, restored) = own_answers
-    _, reason, is_right = restored["Choosing"]
+    _, (_, restart) = own_answers
+    _, reason, is_right = restart["Choosing"]
     assert "the environment variable OWN_CHOICE has changed" in reason
     assert is_right == [True, True]
 
 
-def test_a_function_for_inputs_apart_is_not_found_for_inputs_that_overlap(restored):
+def test_a_function_for_inputs_apart_is_not_found_for_inputs_that_overlap(restart):
     several, apart = build(Several), (tensor(16, 16), tensor(16, 16, seed=2))
-    warmed_up = boot(restored, several)
+    warmed_up = boot(restart, several)
     warm_up(warmed_up, lambda: several(*apart))
     assert only_report(warmed_up).made == 1
-    artifacts = loaded(restored)  # of a next boot, whose first call is one that overlaps
+    artifacts = loaded(restart)  # of a next boot, whose first call is one that overlaps
     assert isinstance(find(artifacts, several, *OVERLAPPING["in part"](tensor(24, 16))), str)
     assert isinstance(find(artifacts, several, *apart), Precompiled)
 

@@ -157,7 +157,8 @@ WEIGHTS: dict[str, Callable[[nn.Linear], Any]] = {
 
 @pytest.mark.parametrize("change", WEIGHTS.values(), ids=WEIGHTS)
 def test_parameters_may_have_other_values_and_be_other_objects_but_nothing_else(change):
-    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    module[3].weight = module[0].weight
     weights = Weights(module)
     module[2].weight.data.zero_()
     module[2].weight = nn.Parameter(torch.ones(4, 4))

@@ -94,10 +94,10 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES | FOREIGN)
-def test_artifact_that_is_damaged_or_that_torch_cannot_read_is_refused(restored, damage):
-    path = artifact_of(restored, Block)
+def test_artifact_that_is_damaged_or_that_torch_cannot_read_is_refused(restart, damage):
+    path = artifact_of(restart, Block)
     path.write_bytes((DAMAGES | FOREIGN)[damage](path.read_bytes()))
-    reason = find(restored, build(Block), tensor())
+    reason = find(restart, build(Block), tensor())
     assert isinstance(reason, str)
     assert re.search("cannot be loaded" if damage in FOREIGN else "damaged|its name does not match its content", reason)
 
@@ -111,12 +111,12 @@ class Executed:
         return Executed.traces.append, ("executed",)
 
 
-def test_damaged_artifact_is_not_unpickled(restored):
-    path = artifact_of(restored, Block)
+def test_damaged_artifact_is_not_unpickled(restart):
+    path = artifact_of(restart, Block)
     content = path.read_bytes()
     path.write_bytes(msgspec.msgpack.encode(msgspec.msgpack.decode(content) | {"payload": pickle.dumps(Executed())}))
     Executed.traces.clear()
-    find(restored, build(Block), tensor())
+    find(restart, build(Block), tensor())
     assert Executed.traces == []
 
 
@@ -128,16 +128,16 @@ def test_damaged_artifact_is_not_unpickled(restored):
         ({}, ""),
     ],
 )
-def test_artifact_with_kernels_for_another_host_is_refused_alone(restored, other, reason):
-    path = artifact_of(restored, Block)
+def test_artifact_with_kernels_for_another_host_is_refused_alone(restart, other, reason):
+    path = artifact_of(restart, Block)
     key, record, payload = read_artifact(path)
     assert record["host"] == {}, "it calls torch's own kernels only"
     path.unlink()
     host = {"instructions": instruction_flags(), "threads": str(torch.get_num_threads()), **other}
     write_artifact(path.parent, key, {**record, "host": host}, payload)
-    found = find(restored, build(Block), tensor())
+    found = find(restart, build(Block), tensor())
     assert reason in found if reason else isinstance(found, Precompiled)
-    assert isinstance(find(restored, build(Batched), tensor(1, 4, 16)), Precompiled)
+    assert isinstance(find(restart, build(Batched), tensor(1, 4, 16)), Precompiled)
 
 
 def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_path, monkeypatch):
@@ -162,34 +162,34 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
             assert not found.fits(block, (tensor(),), {})
 
 
-def test_artifact_under_another_name_is_refused_and_a_missing_one_is_no_error(restored):
-    path = artifact_of(restored, Block)
+def test_artifact_under_another_name_is_refused_and_a_missing_one_is_no_error(restart):
+    path = artifact_of(restart, Block)
     path = path.rename(path.with_name("0" * 32 + ".aot"))
-    assert find(restored, build(Block), tensor()) == "its name does not match its content"
+    assert find(restart, build(Block), tensor()) == "its name does not match its content"
     path.unlink()
-    assert find(restored, build(Block), tensor()) == "none is stored for these inputs and this code"
+    assert find(restart, build(Block), tensor()) == "none is stored for these inputs and this code"
 
 
-def test_artifact_in_another_group_is_refused(restored):
-    block, batched = artifact_of(restored, Block), artifact_of(restored, Batched)
+def test_artifact_in_another_group_is_refused(restart):
+    block, batched = artifact_of(restart, Block), artifact_of(restart, Batched)
     shutil.move(block, batched.parent / block.name)
-    found = find(restored, build(Batched), tensor(1, 4, 16))
+    found = find(restart, build(Batched), tensor(1, 4, 16))
     assert found.path.endswith(batched.name)
     batched.unlink()
-    assert find(restored, build(Batched), tensor(1, 4, 16)) == "it belongs to another group"
+    assert find(restart, build(Batched), tensor(1, 4, 16)) == "it belongs to another group"
 
 
-def test_damaged_artifact_costs_the_step_and_the_report_says_why(restored):
-    path = artifact_of(restored, Block)
+def test_damaged_artifact_costs_the_step_and_the_report_says_why(restart):
+    path = artifact_of(restart, Block)
     path.write_bytes(path.read_bytes()[:-1])
     block = build(Block)
-    compiler = boot(restored, block)
+    compiler = boot(restart, block)
     close(warm_up(compiler, lambda: block(tensor())), eager(build(Block), tensor()))
     report = only_report(compiler)
     assert (report.step, report.loaded) == ("cached", 0)
     assert "not precompiled: it is damaged" in report.reason
     again = build(Block)
-    compiler = warmed(restored, again)
+    compiler = warmed(restart, again)
     assert only_report(compiler).step == "precompiled", "the boot before has made it anew"
 
 
@@ -240,13 +240,13 @@ def test_artifact_of_another_graph_pass_is_not_served(name, directory):
     assert isinstance(find(directory, build(Block), tensor()), str)
 
 
-def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(restored, monkeypatch):
+def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(restart, monkeypatch):
     module = build(Cheating)
     monkeypatch.setitem(blocks.CHEATS, "now", True)
     with torch.inference_mode():
-        wrong, _ = loaded(restored).make(module, (tensor(),), {})
+        wrong, _ = loaded(restart).make(module, (tensor(),), {})
     monkeypatch.setitem(blocks.CHEATS, "now", False)
-    compiler = boot(restored, module)
+    compiler = boot(restart, module)
     expected = eager(build(Cheating), tensor())
     close(warm_up(compiler, lambda: module(tensor())), expected)
     assert wrong not in compiler.policy.outgoing.ready(is_ending=True)
@@ -257,13 +257,13 @@ def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(re
     assert only_report(compiler).step == "eager"
 
 
-def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, restored, monkeypatch):
+def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, restart, monkeypatch):
     monkeypatch.setitem(blocks.CHEATS, "now", True)
     module = build(Cheating)
-    compiler = boot(restored, module)
+    compiler = boot(restart, module)
     close(warm_up(compiler, lambda: module(tensor())), eager(build(Cheating), tensor()))
     assert only_report(compiler).step == "eager"
-    new = {path.relative_to(restored.path).as_posix() for path in artifacts(restored)}
+    new = {path.relative_to(restart.path).as_posix() for path in artifacts(restart)}
     old = {path.relative_to(made.path).as_posix() for path in artifacts(made)}
     assert new - old <= compiler.policy.outgoing.withheld
 
@@ -275,15 +275,15 @@ def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_
         (ReadsGlobalTensor, "not precompiled: it reads tensors from global variables or a closure"),
     ],
 )
-def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(restored, module_class, reason):
-    before = len(artifacts(restored))
+def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(restart, module_class, reason):
+    before = len(artifacts(restart))
     for step in ("cold", "cached"):
         module = build(module_class)
-        compiler = boot(restored, module)
+        compiler = boot(restart, module)
         close(warm_up(compiler, lambda module=module: module(tensor())), eager(build(module_class), tensor()))
         assert only_report(compiler).step == step
         assert reason in only_report(compiler).reason
-    assert len(artifacts(restored)) == before
+    assert len(artifacts(restart)) == before
 
 
 def prefetched(directory) -> Artifacts:
@@ -368,12 +368,12 @@ def test_a_call_with_nested_tensors_is_eager_and_says_so(directory):
     assert "a nested tensor cannot be handed over: torch.compile makes no graph of it" in only_report(compiler).reason
 
 
-def test_a_setup_traces_no_longer_than_its_time_allows(restored, monkeypatch):
+def test_a_setup_traces_no_longer_than_its_time_allows(restart, monkeypatch):
     modules = build(Breaking), build(ReadsGlobalTensor)
-    warm_up(boot(restored, *modules), lambda: [module(tensor()) for module in modules])
+    warm_up(boot(restart, *modules), lambda: [module(tensor()) for module in modules])
     cached = Artifacts.cached
     monkeypatch.setattr(Artifacts, "cached", lambda *call: replace(cached(*call), seconds=7.0))
-    compiler = boot(restored, *modules, settings=Settings(cold_start="background", unseen="background"))
+    compiler = boot(restart, *modules, settings=Settings(cold_start="background", unseen="background"))
     warm_up(compiler, lambda: [module(tensor()) for module in modules])
     assert [report.step for report in compiler.reports] == ["cached", "eager"]
     assert "its graphs take 7 s to trace in the setup" in compiler.reports[1].reason

@@ -288,7 +288,7 @@ class Weights:
 
     def _weights(self) -> list[nn.Parameter]:
         found = (weight for holder in self._holders for weight in holder["_parameters"].values())
-        return [weight for weight in found if weight is not None]
+        return [weight for weight in dict.fromkeys(found) if weight is not None]  # torch's guard refuses one twice
 
     def are_alike(self) -> bool:
         """Whether the parameters are what they were."""
