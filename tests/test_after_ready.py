@@ -10,7 +10,7 @@ import pytest
 import torch
 from blocks import Product
 from boots import run_boot, settings
-from precompiling import activated, artifacts, build, eager, tensor, warm_up
+from precompiling import activated, artifacts, build, eager, finish, tensor, warm_up
 
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
@@ -114,8 +114,7 @@ def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(
     assert predict(compiler, modules) == ({"eager": 2}, False)
     with Prediction(BootReport(), compiler) as prediction:
         call(modules)
-        compiler.policy.release()
-        assert compiler.policy.wait(60)
+        finish(compiler)
         call(modules)
     assert compiler.policy.waiting == 0
     assert prediction.served()["Once"] == {"eager": 4}
@@ -134,8 +133,7 @@ def test_what_another_version_compared_is_compared_before_it_serves(restored):
         compiler.compile(module, after_ready=True)
     warm_up(compiler, lambda: call(modules))
     assert steps(compiler) == {"Once": "late", "Step": "late"}
-    compiler.policy.release()
-    assert compiler.policy.wait(60)
+    finish(compiler)
     assert predict(compiler, modules)[0] == {"eager": 2}
     assert predict(compiler, modules)[0] == {"precompiled": 2}
     assert compiler.reports[0].relative_error is not None
@@ -166,8 +164,7 @@ def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(
 def test_predictions_at_the_same_time_have_one_code_each(restored):
     """Both find the code: the first one while the other's call of the same kind is answered eager."""
     compiler, modules = next_boot(restored)
-    compiler.policy.release()
-    assert compiler.policy.wait(60)
+    finish(compiler)
     served = compiler.by_class[Once].served
     with Prediction(BootReport(), compiler), Prediction(BootReport(), compiler):
         before = Counter(served)
@@ -201,8 +198,7 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
         torch._dynamo.reset()
         compiler = Regions(BACKGROUND, directory, is_hit=True)
         one, two = built(compiler)
-        compiler.policy.release()
-        assert compiler.policy.wait(60)
+        finish(compiler)
         compiler.policy.moment.pass_by()
         move, other = Case.move, [one]
 
@@ -264,8 +260,7 @@ def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(res
     compiler, modules = next_boot(restored)
     for path in restored.path.rglob("*.late"):
         path.with_suffix(".aot").write_bytes(b"damaged")
-    compiler.policy.release()
-    compiler.policy.wait(60)
+    finish(compiler)
     assert predict(compiler, modules)[0] == {"eager": 2}
     assert compiler.policy.wait(60)
     assert predict(compiler, modules)[0] == {"eager": 2}
@@ -275,8 +270,7 @@ def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(res
 def test_calls_after_ready_wait_for_nothing(restored):
     """A warm-up of its own after READY, as by a model that is loaded later."""
     compiler, modules = next_boot(restored)
-    compiler.policy.release()
-    assert compiler.policy.wait(60)
+    finish(compiler)
     predict(compiler, modules)
     other = build(Once)
     compiler.compile(other, after_ready=True)

@@ -10,7 +10,7 @@ import faulty_blocks
 import pytest
 import torch
 from background_blocks import Wide
-from precompiling import boot, build, only_report, warm_up
+from precompiling import boot, build, finish, only_report, prediction, warm_up
 from torch import nn
 from toy_model import WideBlock
 
@@ -84,8 +84,7 @@ def test_a_call_for_which_too_many_wait_is_ordered_once_they_are_made(directory,
     compiler = background(directory, block)
     warm_up(compiler, lambda: [block(rows(count)) for count in (3, 4, 5, 5)])
     assert len(orders(compiler)) == 2
-    compiler.policy.release()
-    assert compiler.policy.wait(PATIENCE_S)
+    finish(compiler)
     predict(block, 5)
     assert compiler.policy.wait(PATIENCE_S)
     for count in (3, 4, 5, 3, 4, 5):
@@ -100,8 +99,7 @@ def test_new_code_is_taken_between_two_predictions(directory):
     eager = warm_up(compiler, lambda: [good(rows(4)), bad(rows(4))])
     moment, regions = compiler.policy.moment, compiler.by_class
     moment.begin()
-    compiler.policy.release()
-    assert compiler.policy.wait(PATIENCE_S)
+    finish(compiler)
     served = []
     for is_new in (False, True, True, False):
         if served:
@@ -130,12 +128,11 @@ def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_
 
 def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
     moment, are_new, tries = Moment(), [], iter([True, True, False])
-    assert not moment.begin()
-    moment.note(moment, lambda: next(tries))
-    moment.end(is_complete=True, had_new_code=False)
+    with prediction(moment):
+        moment.note(moment, lambda: next(tries))
     for _ in range(4):
-        are_new.append(moment.begin())
-        moment.end(is_complete=True, had_new_code=are_new[-1])
+        with prediction(moment) as is_new:
+            are_new.append(is_new)
     assert are_new == [False, False, True, False]
 
 
