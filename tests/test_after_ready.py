@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from blocks import Product
+from blocks import Inner, Product
 from boots import run_boot, settings
 from precompiling import activated, artifacts, build, eager, finish, tensor, warm_up
 
@@ -174,20 +174,9 @@ def test_predictions_at_the_same_time_have_one_code_each(restored):
     assert predict(compiler, modules)[0] == {"precompiled": 2}
 
 
-class Scaled(Product):
-    """Its functions differ by a number."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.factor
-
-
 def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits(tmp_path, monkeypatch):
-    def built(compiler: Regions) -> tuple[Scaled, Scaled]:
-        modules = build(Scaled, 1.0), build(Scaled, 2.0)
+    def built(compiler: Regions) -> tuple[Inner, Inner]:
+        modules = build(Inner, 1.0), build(Inner, 2.0)  # their functions differ by this number
         for module in modules:
             compiler.compile(module, after_ready=True)
         warm_up(compiler, lambda: [module(tensor()) for module in modules])
@@ -208,7 +197,7 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
             return move(case, state, reason)
 
         monkeypatch.setattr(Case, "move", faster)
-        torch.testing.assert_close(eager(two, tensor()), eager(build(Scaled, 2.0), tensor()))
+        torch.testing.assert_close(eager(two, tensor()), eager(build(Inner, 2.0), tensor()))
 
 
 def test_what_another_version_stored_is_published_though_nothing_calls_it_again(restored):

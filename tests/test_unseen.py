@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from blocks import SIZE, Product
+from blocks import SIZE, Block, Product
 from diffusers import hooks
 from diffusers.hooks import HookRegistry
 from precompiling import boot, build, eager, finish, only_report, prediction, tensor, warm_up, warmed
@@ -33,7 +33,7 @@ BLOCK = Settings(cold_start="block", unseen="block")
 BACKGROUND = Settings(cold_start="background", unseen="background")
 
 
-def answer(block: Product, rows: int) -> torch.Tensor:
+def answer(block: nn.Module, rows: int) -> torch.Tensor:
     with torch.inference_mode():
         return block(tensor(rows, 16))
 
@@ -85,7 +85,7 @@ def many(directory, monkeypatch):
     return blocks, compiler
 
 
-def answer_all(blocks: list[Product], rows: int = 4) -> None:
+def answer_all(blocks: list[nn.Module], rows: int = 4) -> None:
     """Call each of them. Its answer is that of a new block."""
     for block in blocks:
         torch.testing.assert_close(answer(block, rows), eager(build(type(block)), tensor(rows, 16)))
@@ -164,7 +164,7 @@ def served_one(many):
     return blocks, compiler
 
 
-def predict_each(compiler: Regions, blocks: list[Product]) -> list[str]:
+def predict_each(compiler: Regions, blocks: list[nn.Module]) -> list[str]:
     """A prediction that calls each block once. Returns how each call was served."""
     steps = []
     with prediction(compiler.policy.moment):
@@ -328,7 +328,7 @@ def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_o
         assert Counter(served(compiler)) - before == {"eager": 4, "precompiled": 1}
 
 
-def arrived(directory: CacheDirectory, kind: type[Product]) -> tuple[Product, Regions]:
+def arrived(directory: CacheDirectory, kind: type[nn.Module]) -> tuple[nn.Module, Regions]:
     """A block that the warm-up has called, and whose code has just arrived; and its boot."""
     block = build(kind)
     compiler = warmed(directory, block, settings=BACKGROUND)
@@ -358,15 +358,6 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(director
     assert not only_report(compiler).reason
 
 
-class Nested(Product):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Product()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.part(x))
-
-
 def hook_of_diffusers(module: nn.Module) -> None:
     HookRegistry.check_if_exists_or_initialize(module).register_hook(hooks.ModelHook(), "test")
 
@@ -381,10 +372,10 @@ def hook_of_diffusers(module: nn.Module) -> None:
 )
 def test_hooks_that_were_removed_leave_a_module_as_it_was(directory, add, remove):
     """They replace the `forward` of the instance, and of its part."""
-    block, compiler = arrived(directory, Nested)
+    block, compiler = arrived(directory, Block)
     steps = []
     for change in (lambda module: None, add, remove):
-        for part in (block, block.part):
+        for part in (block, block.inner):
             change(part)
         *_, last = [predict_each(compiler, [block]) for _ in range(3)]
         steps += last
