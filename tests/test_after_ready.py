@@ -77,16 +77,16 @@ def predict(compiler: Regions, modules: Modules) -> tuple[dict[str, int], bool]:
 
 
 def next_boot(
-    directory: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True, warms_up: bool = True
+    cache: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True, late: int = 2, warms_up: bool = True
 ) -> tuple[Regions, Modules]:
-    """A boot, after its warm-up if it `warms_up`."""
+    """A boot, after its warm-up if it `warms_up`. READY does not need the first `late` modules."""
     torch._dynamo.reset()
-    compiler = Regions(settings, directory, is_hit)
+    compiler = Regions(settings, cache, is_hit)
     if loading := compiler.policy.preload():
         loading.join()
     modules = build(Once), build(Once), build(Step)
-    for module in modules:
-        compiler.compile(module, after_ready=type(module) is Once)
+    for number, module in enumerate(modules):
+        compiler.compile(module, after_ready=number < late)
     if warms_up:
         warm_up(compiler, lambda: call(modules))
     return compiler, modules
@@ -231,11 +231,7 @@ def test_a_module_that_ready_needs_after_all_is_not_late(restored):
 
 
 def test_a_class_is_late_only_if_all_its_modules_are(restored):
-    torch._dynamo.reset()
-    compiler, modules = Regions(BACKGROUND, restored, is_hit=True), (build(Once), build(Once), build(Step))
-    for number, module in enumerate(modules):
-        compiler.compile(module, after_ready=number == 0)
-    warm_up(compiler, lambda: call(modules))
+    compiler, _ = next_boot(restored, late=1)
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
