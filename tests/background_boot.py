@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -19,8 +18,6 @@ import background_scenes
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    if code := os.environ.get("BACKGROUND_CODE"):
-        sys.path.insert(0, code)
     scene, *arguments = sys.argv[1:]
     place = background_scenes if hasattr(background_scenes, scene) else background_fault_scenes
     print(json.dumps(getattr(place, scene)(*arguments)), flush=True)

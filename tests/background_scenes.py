@@ -35,10 +35,10 @@ def served(boot: Boot, call: Callable[[], torch.Tensor]) -> tuple[dict[str, Any]
     return {name: metrics[name] for name in names}, output
 
 
-def predict_once(boot: Boot, call: Callable[[], torch.Tensor]) -> None:
-    """The prediction in which code that has arrived is compared."""
-    with boot.prediction():
-        call()
+def served_later(boot: Boot, call: Callable[[], torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
+    """The same, after one prediction in which code that has arrived is compared."""
+    served(boot, call)
+    return served(boot, call)
 
 
 def difference(output: torch.Tensor, reference: torch.Tensor) -> float:
@@ -68,8 +68,7 @@ def first() -> dict[str, Any]:
         made, output = served(boot, lambda: predict(model))
         meanwhile.append([made, difference(output, reference), digest(model) == before])
         boot.wait_compiled(0.05)
-    predict_once(boot, lambda: predict(model))
-    told["after"], output = served(boot, lambda: predict(model))
+    told["after"], output = served_later(boot, lambda: predict(model))
     told |= {"meanwhile": meanwhile, "difference": difference(output, reference), "unchanged": digest(model) == before}
     told["lengths"] = [length(boot, model, rows) for rows in (5, 6, 7, 8, 9)]
     told["x_unchanged"] = [x.data_ptr(), x.tolist()] == x_before
@@ -99,19 +98,16 @@ def length(boot: Boot, model: nn.Module, rows: int) -> list[Any]:
 
     at_once, _ = served(boot, lambda: predict(model, rows, Wide))
     assert boot.wait_compiled(PATIENCE_S)
-    predict_once(boot, lambda: predict(model, rows, Wide))
-    later, output = served(boot, lambda: predict(model, rows, Wide))
+    later, output = served_later(boot, lambda: predict(model, rows, Wide))
     return [at_once, later, difference(output, predict_eager(model, rows, Wide))]
 
 
 def again(*rows: str) -> dict[str, Any]:
     """The next boot: it predicts prompts of these lengths."""
     with compile_cache.boot(MODEL) as boot:
-        from background_blocks import Model, Norm, Wide, predict
+        from background_blocks import Norm, Wide, predict
 
-        model = Model(Wide, Norm)
-        boot.compile(model)
-        boot.warm_up(lambda: predict(model))
+        model = begun(boot, (Wide, Norm))
     told: dict[str, Any] = {"ready": report(boot), "steps": []}
     for count in map(int, rows):
         made, output = served(boot, lambda count=count: predict(model, count, Wide))
@@ -134,8 +130,7 @@ def after_ready() -> dict[str, Any]:
 
     at_once, _ = served(boot, load_and_predict)
     is_done = boot.wait_compiled(PATIENCE_S)
-    predict_once(boot, lambda: predict(model, 4, Wide))
-    later, _ = served(boot, lambda: predict(model, 4, Wide))
+    later, _ = served_later(boot, lambda: predict(model, 4, Wide))
     return {"at_once": at_once, "is_done": is_done, "later": later}
 
 

@@ -218,8 +218,9 @@ def s3_variables(s3_server, aws_variables, monkeypatch) -> None:
 
 @pytest.fixture
 def s3_bucket(s3_server, s3_client, s3_variables) -> S3Bucket:
-    """A bucket of the test's own, for this process and its children."""
-    bucket = S3Bucket(f"bucket-{uuid.uuid4().hex[:12]}", s3_server)
+    """A bucket of the test's own, for this process and its children. Its name has no hyphen: Google's client escapes
+    those, and the server does not understand that."""
+    bucket = S3Bucket(f"bucket{uuid.uuid4().hex}", s3_server)
     s3_client.create_bucket(Bucket=bucket.name)
     return bucket
 

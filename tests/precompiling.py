@@ -22,6 +22,7 @@ from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.state import precisions, set_precisions
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.lifecycle.host import resolve_cold_start
+from compile_cache.serving.moment import Moment
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
@@ -66,6 +67,20 @@ def warmed(directory: CacheDirectory, module: nn.Module, settings: Settings | No
     compiler = boot(directory, module, settings=settings)
     warm_up(compiler, lambda: module(tensor()))
     return compiler
+
+
+def finish(compiler: Regions) -> None:
+    """Begin what waits for READY, and wait for all of it."""
+    compiler.policy.release()
+    assert compiler.policy.wait(600)
+
+
+@contextlib.contextmanager
+def prediction(moment: Moment, is_whole: bool = True) -> Iterator[bool]:
+    """A prediction, which ends whole or is broken off. Whether it has new code."""
+    had_new_code = moment.begin()
+    yield had_new_code
+    moment.end(is_whole, had_new_code)
 
 
 def only_report(compiler: Regions) -> RegionReport:

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 import torch
-from blocks import Product
+from blocks import Inner, Product
 from boots import run_boot, settings
-from precompiling import activated, artifacts, build, eager, tensor, warm_up
+from precompiling import activated, artifacts, build, eager, finish, tensor, warm_up
 
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
@@ -77,16 +77,16 @@ def predict(compiler: Regions, modules: Modules) -> tuple[dict[str, int], bool]:
 
 
 def next_boot(
-    directory: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True, warms_up: bool = True
+    cache: CacheDirectory, settings: Settings = BACKGROUND, is_hit: bool = True, late: int = 2, warms_up: bool = True
 ) -> tuple[Regions, Modules]:
-    """A boot, after its warm-up if it `warms_up`."""
+    """A boot, after its warm-up if it `warms_up`. READY does not need the first `late` modules."""
     torch._dynamo.reset()
-    compiler = Regions(settings, directory, is_hit)
+    compiler = Regions(settings, cache, is_hit)
     if loading := compiler.policy.preload():
         loading.join()
     modules = build(Once), build(Once), build(Step)
-    for module in modules:
-        compiler.compile(module, after_ready=type(module) is Once)
+    for number, module in enumerate(modules):
+        compiler.compile(module, after_ready=number < late)
     if warms_up:
         warm_up(compiler, lambda: call(modules))
     return compiler, modules
@@ -114,8 +114,7 @@ def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(
     assert predict(compiler, modules) == ({"eager": 2}, False)
     with Prediction(BootReport(), compiler) as prediction:
         call(modules)
-        compiler.policy.release()
-        assert compiler.policy.wait(60)
+        finish(compiler)
         call(modules)
     assert compiler.policy.waiting == 0
     assert prediction.served()["Once"] == {"eager": 4}
@@ -134,8 +133,7 @@ def test_what_another_version_compared_is_compared_before_it_serves(restart):
         compiler.compile(module, after_ready=True)
     warm_up(compiler, lambda: call(modules))
     assert steps(compiler) == {"Once": "late", "Step": "late"}
-    compiler.policy.release()
-    assert compiler.policy.wait(60)
+    finish(compiler)
     assert predict(compiler, modules)[0] == {"eager": 2}
     assert predict(compiler, modules)[0] == {"precompiled": 2}
     assert compiler.reports[0].relative_error is not None
@@ -166,8 +164,7 @@ def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(
 def test_predictions_at_the_same_time_have_one_code_each(restart):
     """Both find the code: the first one while the other's call of the same kind is answered eager."""
     compiler, modules = next_boot(restart)
-    compiler.policy.release()
-    assert compiler.policy.wait(60)
+    finish(compiler)
     served = compiler.by_class[Once].served
     with Prediction(BootReport(), compiler), Prediction(BootReport(), compiler):
         before = Counter(served)
@@ -177,20 +174,9 @@ def test_predictions_at_the_same_time_have_one_code_each(restart):
     assert predict(compiler, modules)[0] == {"precompiled": 2}
 
 
-class Scaled(Product):
-    """Its functions differ by a number."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.factor
-
-
 def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits(tmp_path, monkeypatch):
-    def built(compiler: Regions) -> tuple[Scaled, Scaled]:
-        modules = build(Scaled, 1.0), build(Scaled, 2.0)
+    def built(compiler: Regions) -> tuple[Inner, Inner]:
+        modules = build(Inner, 1.0), build(Inner, 2.0)  # their functions differ by this number
         for module in modules:
             compiler.compile(module, after_ready=True)
         warm_up(compiler, lambda: [module(tensor()) for module in modules])
@@ -201,8 +187,7 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
         torch._dynamo.reset()
         compiler = Regions(BACKGROUND, directory, is_hit=True)
         one, two = built(compiler)
-        compiler.policy.release()
-        assert compiler.policy.wait(60)
+        finish(compiler)
         compiler.policy.moment.pass_by()
         move, other = Case.move, [one]
 
@@ -212,7 +197,7 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
             return move(case, state, reason)
 
         monkeypatch.setattr(Case, "move", faster)
-        torch.testing.assert_close(eager(two, tensor()), eager(build(Scaled, 2.0), tensor()))
+        torch.testing.assert_close(eager(two, tensor()), eager(build(Inner, 2.0), tensor()))
 
 
 def test_what_another_version_stored_is_published_though_nothing_calls_it_again(restart):
@@ -246,11 +231,7 @@ def test_a_module_that_ready_needs_after_all_is_not_late(restart):
 
 
 def test_a_class_is_late_only_if_all_its_modules_are(restart):
-    torch._dynamo.reset()
-    compiler, modules = Regions(BACKGROUND, restart, is_hit=True), (build(Once), build(Once), build(Step))
-    for number, module in enumerate(modules):
-        compiler.compile(module, after_ready=number == 0)
-    warm_up(compiler, lambda: call(modules))
+    compiler, _ = next_boot(restart, late=1)
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
@@ -264,8 +245,7 @@ def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(res
     compiler, modules = next_boot(restart)
     for path in restart.path.rglob("*.late"):
         path.with_suffix(".aot").write_bytes(b"damaged")
-    compiler.policy.release()
-    compiler.policy.wait(60)
+    finish(compiler)
     assert predict(compiler, modules)[0] == {"eager": 2}
     assert compiler.policy.wait(60)
     assert predict(compiler, modules)[0] == {"eager": 2}
@@ -275,8 +255,7 @@ def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(res
 def test_calls_after_ready_wait_for_nothing(restart):
     """A warm-up of its own after READY, as by a model that is loaded later."""
     compiler, modules = next_boot(restart)
-    compiler.policy.release()
-    assert compiler.policy.wait(60)
+    finish(compiler)
     predict(compiler, modules)
     other = build(Once)
     compiler.compile(other, after_ready=True)

@@ -58,6 +58,12 @@ def filled(machine: Machine, files: dict[str, bytes] = COLD) -> Machine:
     return machine
 
 
+def after_restore(machine: Machine) -> Machine:
+    """A machine that has restored what its store has."""
+    machine.restore()
+    return machine
+
+
 def published_five(publisher: Machine) -> Machine:
     """A machine that has published five packs."""
     for number in range(5):
@@ -137,8 +143,7 @@ NOTHING_NEW: dict[str, Callable[[Machine], object]] = {
 def test_what_the_store_has_is_not_published_again_and_the_first_wins(local, machine, change, is_restored):
     booted = filled(machine(local))
     if is_restored:
-        booted = machine(local)
-        booted.restore()
+        booted = after_restore(machine(local))
     before = stored(local)
     change(booted)
     booted.directory.outgoing.hand_over(COLD)
@@ -295,9 +300,7 @@ def test_a_pack_that_adds_nothing_is_not_read_beyond_its_head(local, machine):
 
 
 def test_what_another_boot_has_published_meanwhile_is_not_published_again(store, machine):
-    one, other = machine(store), machine(store)
-    one.restore()
-    other.restore()
+    one, other = after_restore(machine(store)), after_restore(machine(store))
     one.write(COLD)
     other.write({**COLD, "fxgraph/ab/fabc/one": b"other bytes", "own.so": b"own"})
     staged = other.stage()
@@ -478,8 +481,7 @@ def test_who_signs_and_trusts_nobody_trusts_itself_alone(local, machine):
 def test_a_merge_without_a_key_leaves_signed_packs_alone(local, machine):
     private, _ = generate_keys()
     published_five(machine(local, signer=Signer(private)))
-    unsigned = machine(local)
-    unsigned.restore()
+    unsigned = after_restore(machine(local))
     assert unsigned.publication.merge("the test") == 0
     assert len(unsigned.packs.list()) == 5
 
@@ -531,8 +533,7 @@ def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, m
 def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, machine, is_merged):
     """Another container merges the same packs, or `compile-cache rm` removes one, just before this one would delete."""
     publisher = published_five(machine(local))
-    other = machine(local)
-    other.restore()
+    other = after_restore(machine(local))
     removed = publisher.packs.list()[0].name
 
     def put(name: str) -> None:
@@ -541,11 +542,9 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
         else:
             local.delete(removed)
 
-    merger = machine(Watched(local.location, after_put=put))
-    merger.restore()
+    merger = after_restore(machine(Watched(local.location, after_put=put)))
     assert merger.publication.merge("the test") == 0
-    booted = machine(local)
-    booted.restore()
+    booted = after_restore(machine(local))
     assert len(booted.packs.known) == (1 if is_merged else 4)
     assert (booted.files() == publisher.files()) == is_merged
 
@@ -574,8 +573,7 @@ def test_a_read_that_breaks_off_is_tried_again(local, machine):
 
 
 def test_what_was_removed_from_the_store_is_brought_back_by_a_new_boot_alone(local, machine, key):
-    serving, restored, new = filled(machine(local)), machine(local), machine(local)
-    restored.restore()
+    serving, restored, new = filled(machine(local)), after_restore(machine(local)), machine(local)
     for entry in local.list(key.prefix):
         local.delete(entry.name)
     for running in (serving, restored):

@@ -16,10 +16,8 @@ from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
 class Code:
     """Code that fits the calls of which `fitting` is true."""
 
-    path, is_proved = "made.aot", False
-
-    def __init__(self, fitting: Callable[..., bool]) -> None:
-        self._fitting = fitting
+    def __init__(self, fitting: Callable[..., bool], path: str = "made.aot", is_proved: bool = False) -> None:
+        self._fitting, self.path, self.is_proved = fitting, path, is_proved
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._fitting(*args)
@@ -98,9 +96,7 @@ def test_graphs_of_torch_compile_serve_the_numbers_alone_that_they_were_compared
     kinds, module, cases = Kinds(), nn.Identity(), []
     for number in range(8):
         cases.append(case_of(kinds, module, number))
-        graphs = Code(lambda number: True)
-        graphs.path = ""
-        arrive(cases[-1], graphs)
+        arrive(cases[-1], Code(lambda number: True, path=""))
         serve(cases[-1], module)
     assert len(set(map(id, cases))) == 8
     assert [case_of(kinds, module, number) for number in range(8)] == cases
@@ -110,9 +106,7 @@ def test_graphs_of_torch_compile_serve_the_numbers_alone_that_they_were_compared
 def test_an_instance_that_no_graph_fitted_gets_another_case():
     kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
     case = case_of(kinds, module, 1)
-    graphs = Code(lambda number: True)
-    graphs.path = ""
-    arrive(case, graphs)
+    arrive(case, Code(lambda number: True, path=""))
     case.standings[module] = Standing.DOES_NOT_FIT
     assert case_of(kinds, module, 1) is not case
     assert case_of(kinds, other, 1) is case
@@ -177,9 +171,7 @@ def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_
     kinds, modules, states = Kinds(), [nn.Identity() for _ in range(12)], []
     for number, module in enumerate(modules):
         states.append((case := case_of(kinds, module, number)).state)
-        code = Code(lambda found, number=number: found == number)
-        code.is_proved = True
-        arrive(case, code)
+        arrive(case, Code(lambda found, number=number: found == number, is_proved=True))
         assert case.has_proved_code
         case.serve(modules)
     assert states == [State.NEW] * 12

@@ -158,28 +158,20 @@ def test_files_that_would_be_read_wrong_or_fill_the_memory_are_refused(tmp_path,
         open_picture(str(tmp_path / "a.png"), "white")
 
 
-PIXELS = noise(8, 8)
-
-
-def steps_run(model: DiffusionModel, steps: int, strength: float, kind: Any, parameters: Any) -> tuple[int, int]:
-    """The steps that diffusers' pipeline is given, and those that it runs, by its own rounding."""
-    inputs = replace(PICTURE, num_inference_steps=steps, image=PIXELS, strength=strength)
-    found: Any = model._schedule(inputs, parameters)
-    scheduler = SimpleNamespace(timesteps=range(found[0]), order=1)
-    timesteps, run = kind.get_timesteps(SimpleNamespace(scheduler=scheduler), *found, None)
-    assert len(timesteps) == run
-    return found[0], run
-
-
 @pytest.mark.parametrize("name", ["FluxImg2Img", "FluxInpaint", "StableDiffusionImg2Img", "StableDiffusionXLInpaint"])
 def test_below_1_a_picture_is_changed_by_one_step_at_least_and_one_is_left_out(model, name):
     """Whatever diffusers' rounding is, and however small or near 1 the strength: 200 steps are the most."""
     kind = getattr(diffusers, f"{name}Pipeline")
     parameters = inspect.signature(kind.__call__).parameters
+    picture = replace(PICTURE, image=noise(8, 8))
     small = (5e-324, 1e-300, 1e-9, 0.003, *(1 / steps for steps in range(2, 201)))
     for steps in (2, 3, 4, 8, 28, 49, 98, 197, 200):
         for strength in (*small, 0.4, 0.75, 0.8, 0.97, 1 - 2**-53):
-            given, run = steps_run(model, steps, strength, kind, parameters)
+            inputs = replace(picture, num_inference_steps=steps, strength=strength)
+            given, at = model._schedule(inputs, parameters)
+            scheduler = SimpleNamespace(timesteps=range(given), order=1)
+            timesteps, run = kind.get_timesteps(SimpleNamespace(scheduler=scheduler), given, at, None)
+            assert len(timesteps) == run
             assert 1 <= run <= given - 1, (steps, strength)
             assert given <= max(steps, 200), (steps, strength)
 

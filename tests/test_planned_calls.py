@@ -10,7 +10,7 @@ import faulty_blocks
 import pytest
 import torch
 from background_blocks import Wide
-from precompiling import boot, build, only_report, warm_up
+from precompiling import boot, build, eager, finish, only_report, prediction, tensor, warm_up
 from torch import nn
 from toy_model import WideBlock
 
@@ -25,20 +25,9 @@ from compile_cache.storage.directory import CacheDirectory
 PATIENCE_S = 400.0
 
 
-def rows(count: int) -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.linspace(-1, 1, count * 16).view(count, 16)
-
-
 def background(directory: CacheDirectory, *modules: nn.Module, unseen: str = "background") -> Regions:
     """A boot whose second process has not begun: it begins at READY."""
     return boot(directory, *modules, settings=Settings(cold_start="background", unseen=unseen))
-
-
-def predict(module: nn.Module, count: int) -> torch.Tensor:
-    with torch.inference_mode():
-        output: torch.Tensor = module(rows(count))
-        return output
 
 
 def orders(compiler: Regions) -> list[Order]:
@@ -52,18 +41,18 @@ def orders(compiler: Regions) -> list[Order]:
 def test_where_unseen_calls_wait_for_the_compiler_those_of_the_warm_up_do_not(directory, caplog, cold_start):
     block = build(WideBlock)
     compiler = boot(directory, block, settings=Settings(cold_start=cold_start, unseen="block"))
-    warm_up(compiler, lambda: block(rows(4)), until_s=0.0)  # the setup's time is up
+    warm_up(compiler, lambda: block(tensor(4, 16)), until_s=0.0)  # the setup's time is up
     (region,) = compiler.by_class.values()
-    predict(block, 4)
+    eager(block, tensor(4, 16))
     assert (region.served["compiled"], region.trials.waited_s) == (0, 0)
     prediction = Prediction(BootReport(), compiler)
-    predict(block, 5)
+    eager(block, tensor(5, 16))
     told = prediction.metrics()
     assert (told["compile_cache.served"], told["compile_cache.compiled_now"]) == ({"WideBlock": "eager"}, 1)
     assert told["compile_cache.waited_s"] > 0
     assert "compile.on_request region=WideBlock seconds=" in caplog.text
     prediction.count_from_now()
-    predict(block, 5)
+    eager(block, tensor(5, 16))
     told = prediction.metrics()
     assert told["compile_cache.served"] != {"WideBlock": "eager"}
     assert (told["compile_cache.compiled_now"], told["compile_cache.waited_s"]) == (0, 0)
@@ -72,9 +61,9 @@ def test_where_unseen_calls_wait_for_the_compiler_those_of_the_warm_up_do_not(di
 def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_one(directory):
     block = build(WideBlock)
     compiler = background(directory, block)
-    warm_up(compiler, lambda: [block(rows(count)) for count in (3, 4, 5, 6)])
+    warm_up(compiler, lambda: [block(tensor(count, 16)) for count in (3, 4, 5, 6)])
     assert [order.dynamic for order in orders(compiler)] == [()] * 4
-    predict(block, 7)
+    eager(block, tensor(7, 16))
     assert orders(compiler)[-1].dynamic == ((0, 0),)
 
 
@@ -82,14 +71,13 @@ def test_a_call_for_which_too_many_wait_is_ordered_once_they_are_made(directory,
     monkeypatch.setattr("compile_cache.serving.policy.RECOMPILE_LIMIT", 2)
     block = build(WideBlock)
     compiler = background(directory, block)
-    warm_up(compiler, lambda: [block(rows(count)) for count in (3, 4, 5, 5)])
+    warm_up(compiler, lambda: [block(tensor(count, 16)) for count in (3, 4, 5, 5)])
     assert len(orders(compiler)) == 2
-    compiler.policy.release()
-    assert compiler.policy.wait(PATIENCE_S)
-    predict(block, 5)
+    finish(compiler)
+    eager(block, tensor(5, 16))
     assert compiler.policy.wait(PATIENCE_S)
     for count in (3, 4, 5, 3, 4, 5):
-        predict(block, count)
+        eager(block, tensor(count, 16))
     assert dict(compiler.by_class[WideBlock].served) == {"eager": 8, "precompiled": 3}
     assert compiler.by_class[WideBlock].report.reason == ""
 
@@ -97,16 +85,15 @@ def test_a_call_for_which_too_many_wait_is_ordered_once_they_are_made(directory,
 def test_new_code_is_taken_between_two_predictions(directory):
     good, bad = build(Wide), build(faulty_blocks.Cheating)
     compiler = background(directory, good, bad)
-    eager = warm_up(compiler, lambda: [good(rows(4)), bad(rows(4))])
+    expected = warm_up(compiler, lambda: [good(tensor(4, 16)), bad(tensor(4, 16))])
     moment, regions = compiler.policy.moment, compiler.by_class
     moment.begin()
-    compiler.policy.release()
-    assert compiler.policy.wait(PATIENCE_S)
+    finish(compiler)
     served = []
     for is_new in (False, True, True, False):
         if served:
             assert moment.begin() == is_new
-        torch.testing.assert_close([predict(good, 4), predict(bad, 4)], eager)
+        torch.testing.assert_close([eager(good, tensor(4, 16)), eager(bad, tensor(4, 16))], expected)
         served.append(dict(regions[Wide].served))
         moment.end(is_complete=True, had_new_code=is_new)
     assert served == [{"eager": 2}, {"eager": 3}, {"eager": 3, "precompiled": 1}, {"eager": 3, "precompiled": 2}]
@@ -130,12 +117,11 @@ def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_
 
 def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
     moment, are_new, tries = Moment(), [], iter([True, True, False])
-    assert not moment.begin()
-    moment.note(moment, lambda: next(tries))
-    moment.end(is_complete=True, had_new_code=False)
+    with prediction(moment):
+        moment.note(moment, lambda: next(tries))
     for _ in range(4):
-        are_new.append(moment.begin())
-        moment.end(is_complete=True, had_new_code=are_new[-1])
+        with prediction(moment) as is_new:
+            are_new.append(is_new)
     assert are_new == [False, False, True, False]
 
 
@@ -174,11 +160,11 @@ def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     monkeypatch.setattr(faulty_blocks, "IS_DOUBLED", True)
     block = build(faulty_blocks.Flagged)
     compiler = background(directory, block)
-    eager = warm_up(compiler, lambda: block(rows(4)))
+    expected = warm_up(compiler, lambda: block(tensor(4, 16)))
     compiler.policy.release()
     for _ in range(4):
         assert compiler.policy.wait(PATIENCE_S)
-        torch.testing.assert_close(predict(block, 4), eager)
+        torch.testing.assert_close(eager(block, tensor(4, 16)), expected)
     assert compiler.policy.waiting == 0
     report = only_report(compiler)
     assert (report.made, report.step) == (0, "eager")

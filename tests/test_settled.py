@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import SIZE, Weighted
-from precompiling import activated, boot, build, eager, only_report, tensor, warm_up
+from precompiling import activated, boot, build, eager, only_report, prediction, tensor, warm_up
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
@@ -78,7 +78,7 @@ def settled(state: str, root: Path) -> Iterator[Served]:
         compiler = boot(directory, block, settings=settings)
         if state != "eager":  # of which the warm-up knows nothing
             warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
-        with prediction(compiler):
+        with prediction(compiler.policy.moment):
             for _ in range(3):
                 assert_right(block, twin)
         assert step_of(compiler, block) == step
@@ -98,16 +98,9 @@ def served(lasting) -> Iterator[Served]:
     (block, twin, compiler), step = lasting
     assert step_of(compiler, block) == step
     yield block, twin, compiler
-    with prediction(compiler):
+    with prediction(compiler.policy.moment):
         assert_right(block, twin)
         assert step_of(compiler, block) == step
-
-
-@contextlib.contextmanager
-def prediction(compiler: Regions):
-    compiler.policy.moment.begin()
-    yield
-    compiler.policy.moment.end(is_complete=True, had_new_code=False)
 
 
 def assert_right(block: nn.Module, twin: nn.Module, x: torch.Tensor | None = None, **given: float) -> None:
@@ -176,7 +169,7 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
     block, twin, compiler = served
     undo = [CHANGES[change](module) for module in (block, twin)]
     for _ in range(2):
-        with prediction(compiler):
+        with prediction(compiler.policy.moment):
             for _ in range(2):
                 assert_right(block, twin)
     for back in reversed(undo):
@@ -186,7 +179,7 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
 @pytest.mark.parametrize("change", AT_ONCE)
 def test_what_changes_in_the_middle_of_a_prediction_is_never_ignored(served, change):
     block, twin, compiler = served
-    with prediction(compiler):
+    with prediction(compiler.policy.moment):
         assert_right(block, twin)
         undo = [AT_ONCE[change](module) for module in (block, twin)]
         assert_right(block, twin)
@@ -200,7 +193,7 @@ def test_code_that_does_not_fit_for_some_predictions_serves_again_afterwards(ser
     before, steps = step_of(compiler, block), []
     for factor in (2.0, 1.0, 3.0, 1.0, 2.0, 1.0):
         block.factor = twin.factor = factor
-        with prediction(compiler):
+        with prediction(compiler.policy.moment):
             for _ in range(2):
                 assert_right(block, twin)
             steps += [step_of(compiler, block)] * (factor == 1.0)
@@ -223,7 +216,7 @@ def test_numbers_that_are_equal_and_not_the_same_are_told_apart(tmp_path, state,
         for call in (call_with, call_having):
             for first, *others in [(1.0, True, 1)] if call is call_having and block.graphs else numbers:
                 warm_up(compiler, lambda call=call, first=first: [call(first) for _ in range(2)])
-                with prediction(compiler):
+                with prediction(compiler.policy.moment):
                     for number in (first, *(first, *others) * 2):
                         call(number)
 
@@ -239,7 +232,7 @@ def tracked() -> torch.Tensor:
 @pytest.mark.parametrize("other", [strided, tracked, lambda: tensor(5, SIZE), lambda: tensor().double().float()])
 def test_other_inputs_are_served_as_their_own_kind(served, other):
     block, twin, compiler = served
-    with prediction(compiler):
+    with prediction(compiler.policy.moment):
         assert_right(block, twin, other())
         assert_right(block, twin)
 
@@ -254,7 +247,7 @@ def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_g
         handle.remove()
     steps = []
     for _ in range(3):
-        with prediction(compiler):
+        with prediction(compiler.policy.moment):
             assert_right(block, twin)
             steps.append(step_of(compiler, block))
     assert steps[-1] == "precompiled", steps
@@ -293,7 +286,7 @@ def test_an_eager_call_is_described_once_a_prediction(directory, monkeypatch, ou
     described, real = [], call_spec.structure
     monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
     for _ in range(2):
-        with contextlib.nullcontext() if outside else prediction(compiler):
+        with contextlib.nullcontext() if outside else prediction(compiler.policy.moment):
             for number in range(20):
                 eager(block, tensor(seed=number), inputs)
     assert len(described) == (0 if outside else 2)
@@ -313,7 +306,7 @@ def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(directory, 
     block.options = Attributes(a=1)
     warm_up(compiler, lambda: [block(tensor(), Attributes(a=1)) for _ in range(2)])
     for _ in range(3):
-        with prediction(compiler):
+        with prediction(compiler.policy.moment):
             torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
     assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
 
@@ -432,9 +425,8 @@ def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_t
 
         def call_region(*call: Any) -> Any:
             monkeypatch.undo()
-            had_new_code = moment.begin()
-            torch.rand(1)
-            moment.end(True, had_new_code)
+            with prediction(moment):
+                torch.rand(1)
             return real(*call)
 
         monkeypatch.setattr(trial, "call_region", call_region)
@@ -461,15 +453,14 @@ def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code
 
     def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
         monkeypatch.undo()
-        moment.begin()
-        block._call_impl(tensor() * 2)  # another thread's, on the same module
-        moment.end(is_complete=True, had_new_code=False)
+        with prediction(moment):
+            block._call_impl(tensor() * 2)  # another thread's, on the same module
         return real(comparison, function)
 
     monkeypatch.setattr(Comparison, "check", check)
     warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
     assert "differs" not in only_report(compiler).reason
-    with prediction(compiler):
+    with prediction(compiler.policy.moment):
         assert step_of(compiler, block) == "precompiled"
 
 
@@ -479,7 +470,7 @@ def test_an_instance_that_is_first_called_late_has_one_code_in_a_prediction(dire
     warm_up(compiler, lambda: [blocks[0](tensor()) for _ in range(2)])
     found = []
     for _ in range(2):
-        with prediction(compiler):
+        with prediction(compiler.policy.moment):
             found += [[step_of(compiler, block) for _ in range(3)] for block in blocks]
     assert found == [["precompiled"] * 3, ["eager"] * 3, ["precompiled"] * 3, ["precompiled"] * 3]
 
@@ -487,7 +478,7 @@ def test_an_instance_that_is_first_called_late_has_one_code_in_a_prediction(dire
 def test_the_first_call_that_a_request_compiles_is_precompiled(directory):
     block = build(Block)
     compiler = boot(directory, block, settings=Settings(cold_start="background", unseen="block"))
-    with prediction(compiler):
+    with prediction(compiler.policy.moment):
         eager(block, tensor())
     assert only_report(compiler).made == 1
 
@@ -541,7 +532,7 @@ def test_an_input_that_is_a_part_of_a_buffer_that_is_written_is_an_eager_kind_of
     for _ in range(3):
         eager(twin, tensor().clone())
     for is_part in (False, True) * 4:
-        with prediction(compiler):
+        with prediction(compiler.policy.moment):
             found, expected = (eager(m, m.past[:4] if is_part else tensor().clone()) for m in (block, twin))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert "it writes into memory that two of its tensors share" in only_report(compiler).reason

@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from filled_stores import ACTIONS, put_as_newest
+from filled_stores import ACTIONS, put_as_newest, set_age
 from namespaces import as_nobody
 from programs import run_program
 from web_servers import answer, answering, forwarding, serving_folder, tls
@@ -32,8 +31,6 @@ from compile_cache.storage.stores.local import LocalStore, index_folder
 from compile_cache.storage.stores.s3 import S3Store
 
 BUCKETS = ("s3", "cloud-s3", "cloud-gs")
-FOLDERS = ("local",)
-READ_ONLY = ("layered", "https")
 
 THREADS = 8
 PREFIX = "some/prefix"
@@ -72,13 +69,13 @@ class Subject:
         return self.store
 
 
-@pytest.fixture(params=[*FOLDERS, *BUCKETS, *READ_ONLY])
+@pytest.fixture(params=["local", *BUCKETS, "layered", "https"])
 def subject(request) -> Subject:
     """An empty store of each kind."""
     return request.getfixturevalue("make_subject")(request.param)
 
 
-@pytest.fixture(params=[*FOLDERS, *BUCKETS])
+@pytest.fixture(params=["local", *BUCKETS])
 def writable(request) -> ObjectStore:
     """An empty store of each kind that can be written."""
     return request.getfixturevalue("make_subject")(request.param).store
@@ -91,7 +88,7 @@ def writable(request) -> ObjectStore:
 def make_subject(request, tmp_path) -> Callable[[str], Subject]:
     def make(kind: str) -> Subject:
         if kind in BUCKETS:
-            store = request.getfixturevalue("open_bucket")(kind, request.getfixturevalue("bucket"))
+            store = request.getfixturevalue("open_bucket")(kind, request.getfixturevalue("s3_bucket").name)
             return Subject(store, store)
         origin = LocalStore(tmp_path / "store")
         if kind == "layered":
@@ -103,14 +100,6 @@ def make_subject(request, tmp_path) -> Callable[[str], Subject]:
         return Subject(origin, origin)
 
     return make
-
-
-@pytest.fixture
-def bucket(s3_client, s3_variables) -> str:
-    """A new bucket of the S3 server. Google's client escapes hyphens, and the server does not understand that."""
-    name = f"bucket{uuid.uuid4().hex}"
-    s3_client.create_bucket(Bucket=name)
-    return name
 
 
 @pytest.fixture
@@ -324,11 +313,11 @@ def test_a_path_opens_a_local_store_from_the_working_directory(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_an_s3_or_google_url_opens_a_bucket_and_a_prefix_in_it(bucket, google, s3_server, scheme):
-    store = open_url(f"{scheme}://{bucket}/a/b/")
+def test_an_s3_or_google_url_opens_a_bucket_and_a_prefix_in_it(s3_bucket, google, s3_server, scheme):
+    store = open_url(f"{scheme}://{s3_bucket.name}/a/b/")
     store.put("v1/object", b"content")
-    assert names(open_url(f"{scheme}://{bucket}")) == ["a/b/v1/object"]
-    assert store.location == f"{scheme}://{bucket}/a/b/" + (f" at {s3_server}" if scheme == "s3" else "")
+    assert names(open_url(f"{scheme}://{s3_bucket.name}")) == ["a/b/v1/object"]
+    assert store.location == f"{scheme}://{s3_bucket.name}/a/b/" + (f" at {s3_server}" if scheme == "s3" else "")
 
 
 @pytest.mark.parametrize(
@@ -483,16 +472,12 @@ def open_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-DAY_S = 24 * 60 * 60
-
-
 def test_a_put_removes_what_killed_writers_left_in_its_folder_a_day_ago(tmp_path, caplog):
     store = LocalStore(tmp_path)
-    ages_s = {"v1/.tmp-old": 2 * DAY_S, "v1/.tmp-new": DAY_S / 2, "v2/.tmp-elsewhere": 2 * DAY_S, "v1/old": 2 * DAY_S}
-    for name, age_s in ages_s.items():
+    for name, days in {"v1/.tmp-old": 2, "v1/.tmp-new": 0.5, "v2/.tmp-elsewhere": 2, "v1/old": 2}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"half")
-        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+        set_age(tmp_path, name, days, time.time())
     with caplog.at_level(logging.INFO, "compile_cache"):
         store.put("v1/object", b"content")
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from blocks import SIZE, Product
+from blocks import SIZE, Block, Product
 from diffusers import hooks
 from diffusers.hooks import HookRegistry
-from precompiling import boot, build, eager, only_report, tensor, warm_up, warmed
+from precompiling import boot, build, eager, finish, only_report, prediction, tensor, warm_up, warmed
 from torch import nn
 
 from compile_cache.background.orders import Orders
@@ -33,16 +33,7 @@ BLOCK = Settings(cold_start="block", unseen="block")
 BACKGROUND = Settings(cold_start="background", unseen="background")
 
 
-@pytest.fixture
-def late(directory):
-    """A block, and a boot that had no time left to compile it in the setup."""
-    block = build(Product)
-    compiler = boot(directory, block, settings=BLOCK)
-    warm_up(compiler, lambda: block(tensor(4, 16)), until_s=time.monotonic())
-    return block, compiler
-
-
-def answer(block: Product, rows: int) -> torch.Tensor:
+def answer(block: nn.Module, rows: int) -> torch.Tensor:
     with torch.inference_mode():
         return block(tensor(rows, 16))
 
@@ -57,18 +48,18 @@ def served(compiler: Regions) -> dict[str, int]:
     return dict(region.served)
 
 
-def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompiled_soon(late):
-    block, compiler = late
+def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompiled_soon(directory):
+    block = build(Product)
+    compiler = boot(directory, block, settings=BLOCK)
+    warm_up(compiler, lambda: block(tensor(4, 16)), until_s=time.monotonic())
     before = read_counts()
-    torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    answer_all([block])
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 2}
     assert compiler._count_calls() == 2
     assert compiler.policy.waiting == 1
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
-    for _ in range(2):
-        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    finish(compiler)
+    answer_all([block] * 2)
     assert served(compiler) == {"eager": 3, "precompiled": 1}
     assert compiler._count_calls() == 4
     assert (only_report(compiler).step, only_report(compiler).waiting) == ("precompiled", 0)
@@ -89,15 +80,15 @@ def many(directory, monkeypatch):
     blocks = [build(Product) for _ in range(6)]
     compiler = boot(directory, *blocks, settings=BACKGROUND)
     warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
+    finish(compiler)
     assert early == set()
     return blocks, compiler
 
 
-def answer_all(blocks: list[Product], rows: int = 4) -> None:
+def answer_all(blocks: list[nn.Module], rows: int = 4) -> None:
+    """Call each of them. Its answer is that of a new block."""
     for block in blocks:
-        torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
+        torch.testing.assert_close(answer(block, rows), eager(build(type(block)), tensor(rows, 16)))
 
 
 def marks(compiler: Regions) -> set[str]:
@@ -108,10 +99,9 @@ def marks(compiler: Regions) -> set[str]:
 def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_next_one_is_served(many):
     blocks, compiler = many
     for expected in ({"eager": 12}, {"eager": 12, "precompiled": 6}):
-        compiler.policy.moment.begin()
-        answer_all(blocks)
-        assert bool(marks(compiler)) is ("precompiled" in expected)
-        compiler.policy.moment.end(is_complete=True, had_new_code=False)
+        with prediction(compiler.policy.moment):
+            answer_all(blocks)
+            assert bool(marks(compiler)) is ("precompiled" in expected)
         assert served(compiler) == expected
         assert marks(compiler)
 
@@ -156,15 +146,12 @@ def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_
 def test_later_boots_are_told_that_all_instances_were_compared_by_a_whole_prediction(many, predictions, is_marked):
     """The warm-up has called all six, so code that was compared on fewer is not proved."""
     blocks, compiler = many
-    moment = compiler.policy.moment
     for called, is_whole in predictions:
-        had_new_code = moment.begin()
-        answer_all([blocks[number] for number in called])
-        assert not marks(compiler)
-        moment.end(is_whole, had_new_code)
+        with prediction(compiler.policy.moment, is_whole):
+            answer_all([blocks[number] for number in called])
+            assert not marks(compiler)
     assert bool(marks(compiler)) is is_marked
-    answer_all(blocks)  # outside predictions, nobody knows when all were called
-    answer_all(blocks)
+    answer_all(blocks * 2)  # outside predictions, nobody knows when all were called
     assert bool(marks(compiler)) is is_marked
 
 
@@ -177,14 +164,14 @@ def served_one(many):
     return blocks, compiler
 
 
-def predict_each(compiler: Regions, blocks: list[Product]) -> list[str]:
+def predict_each(compiler: Regions, blocks: list[nn.Module]) -> list[str]:
     """A prediction that calls each block once. Returns how each call was served."""
-    had_new_code, steps = compiler.policy.moment.begin(), []
-    for block in blocks:
-        before = Counter(served(compiler))
-        answer_all([block])
-        steps += Counter(served(compiler)) - before
-    compiler.policy.moment.end(True, had_new_code)
+    steps = []
+    with prediction(compiler.policy.moment):
+        for block in blocks:
+            before = Counter(served(compiler))
+            answer_all([block])
+            steps += Counter(served(compiler)) - before
     return steps
 
 
@@ -236,10 +223,9 @@ def test_a_comparison_that_does_not_end_is_tried_after_1_10_and_100_predictions_
 
     monkeypatch.setattr(trial.Comparison, "check", fail)
     for now in range(120):  # noqa: B007
-        had_new_code = moment.begin()
-        for block in (*blocks[:2], blocks[0]):
-            answer(block, 4)
-        moment.end(True, had_new_code)
+        with prediction(moment):
+            for block in (*blocks[:2], blocks[0]):
+                answer(block, 4)
     assert tries == [0, 1, 11, 111]
     assert "none left" in only_report(compiler).reason
     known = moment.known
@@ -317,17 +303,11 @@ class Tabled(Product):
 
 
 def test_what_was_made_larger_once_costs_no_later_call_its_code(directory):
-    block, twin = build(Tabled), build(Tabled)
+    block = build(Tabled)
     compiler = boot(directory, block, settings=BLOCK)
     warm_up(compiler, lambda: block(tensor(2, 16)))
-    steps = []
-    for _ in range(5):
-        compiler.policy.moment.begin()
-        before = Counter(served(compiler))
-        torch.testing.assert_close(answer(block, 4), answer(twin, 4))
-        steps += Counter(served(compiler)) - before
-        compiler.policy.moment.end(is_complete=True, had_new_code=False)
-    assert steps == ["eager", "eager", "eager", "precompiled", "precompiled"]
+    steps = [predict_each(compiler, [block]) for _ in range(5)]
+    assert steps == [["eager"]] * 3 + [["precompiled"]] * 2
 
 
 def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_own_code(directory, monkeypatch):
@@ -338,23 +318,21 @@ def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_o
     monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
     for known in (2, 1, 1):  # the first call shows that it grows
         described.clear()
-        compiler.policy.moment.begin()
         ours, theirs, before = Memory(), Memory(), Counter(served(compiler))
-        for seed in range(4):
-            x = tensor(4, 16, seed=seed)
-            torch.testing.assert_close(eager(block, x, ours), eager(twin, x, theirs))
-        assert len(described) == known
-        torch.testing.assert_close(eager(block, x, None), eager(twin, x, None))
-        compiler.policy.moment.end(is_complete=True, had_new_code=False)
+        with prediction(compiler.policy.moment):
+            for seed in range(4):
+                x = tensor(4, 16, seed=seed)
+                torch.testing.assert_close(eager(block, x, ours), eager(twin, x, theirs))
+            assert len(described) == known
+            torch.testing.assert_close(eager(block, x, None), eager(twin, x, None))
         assert Counter(served(compiler)) - before == {"eager": 4, "precompiled": 1}
 
 
-def arrived(directory: CacheDirectory, kind: type[Product]) -> tuple[Product, Regions]:
+def arrived(directory: CacheDirectory, kind: type[nn.Module]) -> tuple[nn.Module, Regions]:
     """A block that the warm-up has called, and whose code has just arrived; and its boot."""
     block = build(kind)
     compiler = warmed(directory, block, settings=BACKGROUND)
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
+    finish(compiler)
     return block, compiler
 
 
@@ -374,20 +352,10 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(director
     answer(block, 4)
     assert compiler.policy.wait(600)  # for the adapter's code
     block.adapter = None
-    for _ in range(4):
-        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    answer_all([block] * 4)
     assert len(functions_of(compiler)) == 2
     assert served(compiler)["precompiled"] >= 1
     assert not only_report(compiler).reason
-
-
-class Nested(Product):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Product()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.part(x))
 
 
 def hook_of_diffusers(module: nn.Module) -> None:
@@ -404,17 +372,13 @@ def hook_of_diffusers(module: nn.Module) -> None:
 )
 def test_hooks_that_were_removed_leave_a_module_as_it_was(directory, add, remove):
     """They replace the `forward` of the instance, and of its part."""
-    block, compiler = arrived(directory, Nested)
+    block, compiler = arrived(directory, Block)
     steps = []
     for change in (lambda module: None, add, remove):
-        for part in (block, block.part):
+        for part in (block, block.inner):
             change(part)
-        for _ in range(3):
-            compiler.policy.moment.begin()
-            before = Counter(served(compiler))
-            torch.testing.assert_close(answer(block, 4), eager(build(Nested), tensor(4, 16)))
-            compiler.policy.moment.end(is_complete=True, had_new_code=False)
-        steps += Counter(served(compiler)) - before
+        *_, last = [predict_each(compiler, [block]) for _ in range(3)]
+        steps += last
     assert steps == ["precompiled", "eager", "precompiled"]
 
 
@@ -498,8 +462,7 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directo
         block = build(Breaking)
         compiler = warmed(directory, block, settings=BACKGROUND)
         assert compiler.policy.waiting == 1
-        compiler.policy.release()
-        assert compiler.policy.wait(600)
+        finish(compiler)
         answer(block, 4)
         assert compiler.policy.waiting == 0
         assert only_report(compiler).step == "eager"
@@ -525,7 +488,7 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
     for rows in range(5, 75):
         with pytest.raises(UnseenCallError, match=f"Product was called with {rows}x16.*COMPILE_CACHE_UNSEEN"):
             answer(block, rows)
-    torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    answer_all([block])
 
 
 def test_new_calls_are_eager_for_good_where_that_is_set(directory):
@@ -544,8 +507,7 @@ def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the
     block = build(Product)
     compiler = warmed(directory, block, settings=BLOCK)
     before = read_counts()
-    for _ in range(2):
-        torch.testing.assert_close(answer(block, 5), eager(build(Product), tensor(5, 16)))
+    answer_all([block] * 2, 5)
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 2, "precompiled": 1}
 
@@ -570,11 +532,10 @@ def varied(directory):
 def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it_until_it_is_dropped(varied):
     block, compiler = varied
     assert compiler.policy.waiting == 3  # two sizes, and the graph that fits the others too
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
+    finish(compiler)
     before = read_counts()
     for rows in (4, 5, 6, 7, 8, 9):
-        torch.testing.assert_close(answer(block, rows), eager(build(Product), tensor(rows, 16)))
+        answer_all([block], rows)
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 5 + 3, "precompiled": 3}
     assert compiler.policy.waiting == 0
@@ -630,8 +591,7 @@ def test_code_is_not_published_while_its_comparison_did_not_end_and_serves_once_
     block, compiler = arrived(directory, Product)
     break_off(block, 4, error)
     assert functions_of(compiler) == []
-    for _ in range(4):
-        torch.testing.assert_close(answer(block, 4), eager(build(Product), tensor(4, 16)))
+    answer_all([block] * 4)
     assert served(compiler)["precompiled"] >= 1
     assert len(functions_of(compiler)) == 1
 
