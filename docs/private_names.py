@@ -56,6 +56,7 @@ PRIVATE_NAMES = (
         "compiling in the background where the server's switch is not torch's default",
     ),
     PrivateNames("torch._dynamo", "config mark_dynamic utils exc", NO_COMPILER),
+    PrivateNames("torch._C", "_dynamo.guards.TensorGuards", NO_FUNCTION),
     PrivateNames("torch._dynamo.guards", "CheckFunctionManager GuardsStatePickler _get_closure_vars", NO_FUNCTION),
     PrivateNames("torch._dynamo.variables", "builder", NO_FUNCTION),
     PrivateNames("torch._dynamo.aot_compile", "AOTCompiledFunction._artifacts", NO_FUNCTION),
