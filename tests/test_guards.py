@@ -16,7 +16,7 @@ from precompiling import boot, build, eager, only_report, tensor, warm_up
 from torch import nn
 
 from compile_cache.calls.description import describe
-from compile_cache.inductor.guards import Checks, RecordedGuard, Weights
+from compile_cache.inductor.guards import Checks, RecordedGuard
 from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
 
@@ -142,30 +142,3 @@ def test_what_torch_has_no_stored_guard_for_is_seen_by_the_next_call(directory):
             change(module)
         for _ in range(2):
             torch.testing.assert_close(eager(served, tensor()), eager(twin, tensor()), msg=name)
-
-
-WEIGHTS: dict[str, Callable[[nn.Linear], Any]] = {
-    "type": lambda part: setattr(part.weight, "data", part.weight.data.double()),
-    "size": lambda part: setattr(part.weight, "data", part.weight.data[:1]),
-    "strides": lambda part: setattr(part.weight, "data", part.weight.data.T),
-    "gradients": lambda part: part.weight.requires_grad_(False),
-    "another class": lambda part: setattr(part, "_parameters", {"weight": part.weight.detach(), "bias": part.bias}),
-    "none": lambda part: setattr(part, "bias", None),
-    "one more": lambda part: part.register_parameter("more", nn.Parameter(torch.ones(2))),
-}
-
-
-@pytest.mark.parametrize("change", WEIGHTS.values(), ids=WEIGHTS)
-def test_parameters_may_have_other_values_and_be_other_objects_but_nothing_else(change):
-    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
-    module[3].weight = module[0].weight
-    weights = Weights(module)
-    module[2].weight.data.zero_()
-    module[2].weight = nn.Parameter(torch.ones(4, 4))
-    assert weights.are_alike()
-    change(module[2])
-    assert not weights.are_alike()
-
-
-def test_a_module_without_parameters_has_nothing_that_could_change():
-    assert Weights(nn.ReLU()).are_alike()

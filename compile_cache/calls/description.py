@@ -133,8 +133,7 @@ def structure_digest(tree: tuple[Any, ...]) -> str:
 def _weight(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
-    flags = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
-    kind = type(tensor).__qualname__, tensor.dtype, tensor.device, flags
+    kind = type(tensor).__qualname__, tensor.dtype, tensor.device, tensor.requires_grad
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return *kind, tuple(tensor.shape), str(tensor.layout)
     return *kind, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % INPUT_ALIGNMENT_BYTES == 0

@@ -51,8 +51,6 @@ NOT_STORED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPE
 # The names in a guard's expression besides the call's inputs and the globals.
 guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
 
-# One guard on the types, sizes, strides and devices of several tensors.
-TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function

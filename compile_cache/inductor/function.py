@@ -37,7 +37,7 @@ from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
-from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, Weights, modules_of
+from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
 from compile_cache.inductor.state import changed_switches, switches
 from compile_cache.key import environment
@@ -91,7 +91,7 @@ class Precompiled:
         self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
         self._accepted: _Accepted | None = None
-        self._parts: weakref.WeakKeyDictionary[nn.Module, tuple[Parts, Weights]] = weakref.WeakKeyDictionary()
+        self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
         self._record = record
 
     def outdated(self) -> str:
@@ -119,7 +119,7 @@ class Precompiled:
             return difference
         if accepted is None:
             self._accepted = _Accepted(is_on_gpu, now, parts.forwards, overlaps, self._checks.per_call(inputs))
-        self._parts[module] = parts, Weights(module)
+        self._parts[module] = parts
         return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
 
     def _failed_guard(self, inputs: Mapping[str, Any]) -> str:
@@ -131,10 +131,9 @@ class Precompiled:
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the function fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
-        accepted, known = self._accepted, self._parts.get(module)
-        if accepted is None or known is None:
+        accepted, parts = self._accepted, self._parts.get(module)
+        if accepted is None or parts is None:
             return False
-        parts, weights = known
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         try:
             return (
@@ -142,7 +141,6 @@ class Precompiled:
                 and not any(GLOBAL_HOOKS)
                 and parts.are_unhooked()
                 and overlaps_of(args, kwargs, parts) == accepted.overlaps
-                and weights.are_alike()
                 and self._check_guards(inputs)
                 and accepted.constants_hold(inputs)
             )

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, describe
-from compile_cache.calls.spec import call_region, parts_of
+from compile_cache.calls.spec import call_region
 from compile_cache.errors import NotPrecompilable
-from compile_cache.inductor.aot import NOT_STORED, TensorGuards, guard_scope, without_texts
+from compile_cache.inductor.aot import NOT_STORED, guard_scope, without_texts
 from compile_cache.key.environment import digest
 
 # torch's `GuardFilterEntry` (torch/_dynamo/types.py): a guard, its kind, and the value of its expression.
@@ -66,9 +66,8 @@ _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 _WITHOUT_IDENTITY = re.compile(r"L\['k?w?args'\]|.*(\)|\b_(modules|parameters|buffers|\w*_hooks\w*)('\])?)")
 # An item of a class's dictionary, which torch copies for it. The copy takes most of a microsecond.
 _CLASS_DICT = re.compile(r"dict\((type\((?:(?!__dict__).)*\)(?:\.__mro__\[\d+\])?\.__dict__)\)\[")
-# The module, or a part of it; a parameter, and the hooks of one.
+# The module, or a part of it; and the hooks of one.
 _PART = re.compile(r"L\['module'\](\._modules\['[^']*'\])*")
-_WEIGHT = re.compile(rf"{_PART.pattern}\._parameters\['[^']*'\]")
 _HOOKS_OF_A_PART = re.compile(rf"{_PART.pattern}\._(forward|backward)(_pre)?_hooks(_with_kwargs)?")
 # torch's name for a module or another scope; in a record, a module's own name.
 _GLOBAL = re.compile(r"\bG\['([^']+)'\]")
@@ -107,10 +106,10 @@ class RecordedGuard:
 class Recorder:
     """A guard filter that keeps the guards that torch can store, and records the others.
 
-    What is checked anyway is left out, most of a whole model's guards. `Parts` (calls/spec.py) checks in each call that
-    no part has a hook or a `forward` of its own, and `Weights` what its parameters are. Of guards that demand the same,
-    one is kept. That two names are one object is recorded here; torch guards it for tensors alone. With `on_gpu`,
-    torch's guard on its global state goes: it has the number of threads, and `switches` has the rest.
+    What is checked anyway is left out, a third of a whole model's guards. `Parts` (calls/spec.py) checks in each call
+    that no part has a hook or a `forward` of its own. Of guards that demand the same, one is kept. That two names are
+    one object is recorded here; torch guards it for tensors alone. With `on_gpu`, torch's guard on its global state
+    goes: it has the number of threads, and `switches` has the rest.
     """
 
     def __init__(self, on_gpu: bool, salt: str) -> None:
@@ -166,8 +165,6 @@ class Recorder:
     def _is_checked_anyway(self, name: str, kind: str, entry: GuardFilterEntry) -> bool:
         if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
             return _HOOKS_OF_A_PART.fullmatch(name) is not None
-        if kind == "TENSOR_MATCH":
-            return type(entry.value) is nn.Parameter and _WEIGHT.fullmatch(name) is not None
         if kind == "DUPLICATE_INPUT":
             other = getattr(entry.orig_guard.create_fn, "keywords", {}).get("source_b")
             return {name, getattr(other, "name", None)} <= self._compared
@@ -271,29 +268,6 @@ def _has_identity(value: Any) -> bool:
 def modules_of(guards: Sequence[RecordedGuard]) -> set[str]:
     """The names of the modules whose values the guards compare."""
     return {name for guard in guards for name in _GLOBAL.findall(guard.expression)}
-
-
-class Weights:
-    """The parameters of a module of which a function was compared with everything else. Their types, sizes, strides and
-    devices are parts of the kind of a call, and must stay as they are.
-
-    torch has a guard on each, which takes most of the time in which a whole model's function is loaded.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._holders = [vars(part) for part in parts_of(module) if part._parameters]
-        weights = self._weights()
-        self._count = len(weights)
-        self._guard = TensorGuards(*weights, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-
-    def _weights(self) -> list[nn.Parameter]:
-        found = (weight for holder in self._holders for weight in holder["_parameters"].values())
-        return [weight for weight in dict.fromkeys(found) if weight is not None]  # torch's guard refuses one twice
-
-    def are_alike(self) -> bool:
-        """Whether the parameters are what they were."""
-        weights = self._weights()
-        return len(weights) == self._count and bool(self._guard.check(*weights))
 
 
 class Checks:

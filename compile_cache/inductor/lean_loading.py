@@ -58,10 +58,18 @@ def lean() -> Iterator[None]:
         # Generated code asks for worker processes before it finds that its kernels exist.
         torch._inductor.config.patch(compile_threads=1),
         without_compiler(),
+        mock.patch.object(guards, "get_verbose_code_parts", _code_alone, create=True),
         # torch copies the function, with the records of all its kernels, so that it could be stored again.
         mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
     ):
         yield
+
+
+def _code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
+    """A guard's code, without the line of the model's code that explains it: torch looks each of them up, and nothing
+    here reads them. A model of 32 blocks loads in 0.50 s of CPU time instead of 0.56 s (n = 6); for a block it makes no
+    difference."""
+    return [code_parts] if isinstance(code_parts, str) else code_parts
 
 
 def torch_key() -> str:

@@ -61,9 +61,7 @@ class State(enum.Enum):
 # The states that may follow each state. If nothing was found, made, ordered or given up, a claim ends in NEW.
 MOVES: Mapping[State, frozenset[State]] = {
     State.NEW: frozenset({State.CLAIMED, State.EAGER}),
-    State.CLAIMED: frozenset(
-        {State.NEW, State.ORDERED, State.LATE, State.ARRIVED, State.GROWING, State.EAGER},
-    ),
+    State.CLAIMED: frozenset({State.NEW, State.ORDERED, State.LATE, State.ARRIVED, State.GROWING, State.EAGER}),
     State.LATE: frozenset({State.NEW}),
     State.ORDERED: frozenset({State.ARRIVED, State.EAGER}),
     State.ARRIVED: frozenset({State.PRECOMPILED, State.CACHED, State.EAGER}),
@@ -148,10 +146,8 @@ class Case:
                     if self.standings[other] is Standing.TO_COMPARE:
                         self.standings[other] = Standing.AWAY
             standing = self.standings.pop(module, Standing.AWAY)
-            self.standings[module] = {
-                Standing.AWAY: Standing.TO_COMPARE,
-                Standing.PROVED: Standing.SERVES,
-            }.get(standing, standing)
+            now_met = {Standing.AWAY: Standing.TO_COMPARE, Standing.PROVED: Standing.SERVES}
+            self.standings[module] = now_met.get(standing, standing)
 
     def leave(self, module: nn.Module) -> None:
         """Note that a function does not fit a call of `module`. An instance on which it was compared stays so: it may
@@ -176,9 +172,8 @@ class Case:
             for module in proved:
                 if self.standings.setdefault(module, Standing.PROVED) in (Standing.TO_COMPARE, Standing.AWAY):
                     self.standings[module] = Standing.PASSED
-            for module, standing in self.standings.items():
-                if standing is Standing.PASSED:
-                    self.standings[module] = Standing.SERVES
+            passed = [module for module, standing in self.standings.items() if standing is Standing.PASSED]
+            self.standings.update(dict.fromkeys(passed, Standing.SERVES))
 
     @property
     def serves_any(self) -> bool:

@@ -139,14 +139,12 @@ class Region:
             return self._serve(case, code, call)
         if state in (State.EAGER, State.GROWING):
             self._explain_eager(case.reason)
-        if state is State.GROWING:
-            answer = self.trials.serve_eager(call, case)
-            self._settle(call, like, case)  # unless it has not grown
-            return answer
-        self._settle(call, like, case)
         if code is not None and state is State.CACHED:
+            self._settle(call, like, case)
             return self._serve(case, code, call, like)
-        return self.trials.serve_eager(call)
+        answer = self.trials.serve_eager(call, case if state is State.GROWING else None)
+        self._settle(call, like, case)  # unless it has not grown
+        return answer
 
     def _remember(self, case: Case, call: Call) -> None:
         """Ask this function first about the next call of these sizes."""
