@@ -99,8 +99,8 @@ class Trials:
         return answer
 
     def _begin(self, case: Case, call: Call) -> Comparison | None:
-        """A copy of the call to compare with. None if there can be none now; if there can never be one, the case is
-        given up."""
+        """A copy of the call to compare with. None if there can be none now; if there can never be one, the instance
+        is left out."""
         if self._policy.moment.has((case, "again")):  # one did not end
             return None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
