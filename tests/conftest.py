@@ -151,7 +151,7 @@ def s3_server(tmp_path_factory) -> Iterator[str]:
     """The URL of a real S3 protocol server (moto), which lasts for the session."""
     port = _free_port()
     log = tmp_path_factory.mktemp("s3") / "server.log"
-    command = [Path(sys.executable).with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, Path(__file__).with_name("s3_server.py"), "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
         try:
             while not _answers(port):

@@ -311,21 +311,24 @@ def test_what_was_made_larger_once_costs_no_later_call_its_code(directory):
 
 
 def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_own_code(directory, monkeypatch):
-    block, twin = build(Remembering), build(Remembering)
-    compiler = boot(directory, block, settings=BLOCK)
-    warm_up(compiler, lambda: [block(tensor(4, 16), None) for _ in range(2)])
+    block, other, twin = (build(Remembering) for _ in range(3))
+    compiler = boot(directory, block, other, settings=BLOCK)
+    warm_up(compiler, lambda: [each(tensor(4, 16), None) for each in (block, other) for _ in range(2)])
     described, real = [], call_spec.structure
     monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
-    for known in (2, 1, 1):  # the first call shows that it grows
-        described.clear()
-        ours, theirs, before = Memory(), Memory(), Counter(served(compiler))
+    looked_at, all_tensors = [], trial.reachable_tensors
+    monkeypatch.setattr(trial, "reachable_tensors", lambda *call: looked_at.append(call) or all_tensors(*call))
+    for known in (1, 0, 0):  # the first call shows that it grows
+        described.clear(), looked_at.clear()
+        before, memories = Counter(served(compiler)), {each: Memory() for each in (block, other, twin)}
         with prediction(compiler.policy.moment):
             for seed in range(4):
                 x = tensor(4, 16, seed=seed)
-                torch.testing.assert_close(eager(block, x, ours), eager(twin, x, theirs))
-            assert len(described) == known
+                answers = [eager(each, x, memory) for each, memory in memories.items()]
+                torch.testing.assert_close(answers[:2], answers[1:])
+            assert (len(described), len(looked_at)) == (2 + known, 2 + 2 * known)  # before a call and after it
             torch.testing.assert_close(eager(block, x, None), eager(twin, x, None))
-        assert Counter(served(compiler)) - before == {"eager": 4, "precompiled": 1}
+        assert Counter(served(compiler)) - before == {"eager": 8, "precompiled": 1}
 
 
 def arrived(directory: CacheDirectory, kind: type[nn.Module]) -> tuple[nn.Module, Regions]:
