@@ -17,7 +17,8 @@ from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory, Outgoing
+from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.outgoing import Outgoing
 
 BACKGROUND = Settings(cold_start="background", unseen="background")
 FILLING = Settings(cold_start="block", unseen="block", setup_budget_s=0)
@@ -204,7 +205,7 @@ def test_what_another_version_stored_is_published_though_nothing_calls_it_again(
     for mark in restart.path.rglob("*.late"):
         mark.unlink()
     paths = {path.relative_to(restart.path).as_posix() for path in artifacts(restart)}
-    restart.outgoing = Outgoing(restart)
+    restart.outgoing = Outgoing(restart.scan)
     restart.outgoing.plant({path: path for path in paths})
     torch._dynamo.reset()
     compiler, modules = Regions(BACKGROUND, restart), (build(Once), build(Once), build(Step))

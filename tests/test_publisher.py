@@ -18,7 +18,7 @@ from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import Outgoing
+from compile_cache.storage.outgoing import Outgoing
 from compile_cache.storage.stores.base import ObjectStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}

@@ -29,7 +29,7 @@ from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import Outgoing
+from compile_cache.storage.outgoing import Outgoing
 
 close = torch.testing.assert_close
 CACHED = Settings(precompile=False)
@@ -442,7 +442,7 @@ def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it
     owners = first.policy.outgoing.ready(is_ending=True)
     assert len(marks := [path for path in owners if path.endswith(".compared")]) == 1
     modules = [build(Product), build(Product)]
-    directory.outgoing = Outgoing(directory)
+    directory.outgoing = Outgoing(directory.scan)
     directory.outgoing.plant(owners)
     second = Regions(resolve_cold_start(Settings()), directory)
     for module in modules:
