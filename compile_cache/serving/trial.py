@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-# A comparison that did not end is tried again after so many moments.
-_TRIES_AFTER = (1, 10, 100)
+# A comparison that did not end is tried again when so many moments have come since the first try.
+_TRIES_AT = (1, 11, 111)
 _GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
 
@@ -200,15 +200,19 @@ class Trials:
         reason = f"not compared with eager: {Failure(error).reason}"
         if case.code is not None and case.code.path:  # the files of graphs have other owners
             self._policy.outgoing.doubt(case.code.path)
-        case.unended += 1
-        if case.unended > len(_TRIES_AFTER):
+        if case.unended == _TRIES_AT[-1]:
             self._source.leave_out(case, module, reason)
             case.unended = 0
         else:  # predictors that replay recorded calls make no other call until there is something new
-            moments = iter(range(1, _TRIES_AFTER[case.unended - 1]))
-            self._policy.moment.note((case, "again"), lambda: case.state is not State.EAGER and bool(next(moments, 0)))
+            self._policy.moment.note((case, "again"), lambda: _waits(case))
         log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)
 
 
 def _sizes(call: Call) -> list[torch.Size]:
     return [tensor.shape for tensor in reachable_tensors(*call)]
+
+
+def _waits(case: Case) -> bool:
+    """Whether, after one more moment, it is too early for another try."""
+    case.unended += 1
+    return case.state is not State.EAGER and case.unended not in _TRIES_AT
