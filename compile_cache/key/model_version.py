@@ -89,8 +89,7 @@ def _weights_identity(path: Path) -> bytes:
     header = b""
     if path.suffix == ".safetensors" and size_bytes >= 8:
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = file.read(min(header_bytes, _LARGEST_HEADER_BYTES))
+            header = file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER_BYTES))
     return f"{size_bytes}\n".encode() + header
 
 

@@ -110,13 +110,13 @@ class Region:
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
         if reason := why_eager(call[0]):
-            self._explain_eager(f"eager: {reason}")
+            self.report.note_eager(f"eager: {reason}")
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
         self._moment.pass_by()
         found = attempt(self.kinds.case, call)
         if isinstance(found, Failure):
-            self._explain_eager(found.reason)
+            self.report.note_eager(found.reason)
             return self.trials.serve_eager(call)
         case, code = found
         if case.move(State.CLAIMED):
@@ -138,7 +138,7 @@ class Region:
             self._remember(case, call)
             return self._serve(case, code, call)
         if state in (State.EAGER, State.GROWING):
-            self._explain_eager(case.reason)
+            self.report.note_eager(case.reason)
         if code is not None and state is State.CACHED:
             self._settle(call, like, case)
             return self._serve(case, code, call, like)
@@ -157,10 +157,6 @@ class Region:
             functions.clear()
         others = [other for other in functions.get(sizes, ()) if other.state is State.PRECOMPILED]
         functions[sizes] = (case, *(other for other in others if other is not case))
-
-    def _explain_eager(self, reason: str) -> None:
-        self.report.take_step("eager")
-        self.report.explain(reason)
 
     def _serve(self, case: Case, code: Code, call: Call, like: Any = None) -> Any:
         """Serve a call by code that was compared on this instance, and is taken."""

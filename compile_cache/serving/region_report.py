@@ -93,6 +93,11 @@ class RegionReport:
             log.info("compile.note region=%s reason=%s", self.name, reason)
             self.reason = "; ".join(filter(None, (self.reason, reason)))
 
+    def note_eager(self, reason: str, call: object = "") -> None:
+        """Go down to eager, and say why."""
+        self.take_step("eager")
+        self.explain(reason, call)
+
     def note_not_precompiled(self, reason: str) -> None:
         """Add a reason why the next boot will not have a kind of call precompiled, once."""
         self.explain(f"not precompiled: {reason}")

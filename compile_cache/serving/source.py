@@ -247,8 +247,7 @@ class Source:
         """Serve a case's calls eager from now on. False if they are already."""
         is_new = case.move(state, reason)
         if is_new:
-            self._report.explain(reason, case.spec)
-            self._report.take_step("eager")
+            self._report.note_eager(reason, case.spec)
             self._report.wait_for(self._kinds.waiting)
         return is_new
 

@@ -93,8 +93,7 @@ class Publication:
 
     def is_superseded(self, pack: Pack) -> bool:
         """Whether another container has meanwhile published a part of this staged pack."""
-        keys = {key for key, _ in self.packs.seen}
-        return any(file.key in keys for file in pack.manifest.files)
+        return not {key for key, _ in self.packs.seen}.isdisjoint(file.key for file in pack.manifest.files)
 
     def publish(self, pack: Pack) -> None:
         """Upload a staged pack: one PUT of an immutable object. Its files are not staged again.
@@ -104,8 +103,7 @@ class Publication:
         """
         name, is_first = self.packs.key.prefix + pack.name, not self.packs.known
         self._writing.put(name, pack.local)
-        entry = StoredObject(name, pack.stored_bytes, pack.manifest.created_s)
-        self.packs.add(StoredPack(entry, pack))
+        self.packs.add(StoredPack(StoredObject(name, pack.stored_bytes, pack.manifest.created_s), pack))
         if is_first:
             record = self.packs.key.environment_prefix + "environment.json"
             self._writing.put(record, self._environment.to_json().encode())
