@@ -19,8 +19,8 @@ from torch import nn
 from compile_cache.background import child
 from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.function import Precompiled
-from compile_cache.inductor.state import precisions, set_precisions
 from compile_cache.inductor.stored_functions import Artifacts
+from compile_cache.inductor.torch_state import precisions, set_precisions
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.moment import Moment
 from compile_cache.serving.region_report import RegionReport

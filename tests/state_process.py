@@ -21,9 +21,9 @@ from precompiling import build, tensor
 
 from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.aot import options_digest
-from compile_cache.inductor.state import ServerState, changed_options, describe_switches, precisions, switches
 from compile_cache.inductor.stored_functions import Artifacts, versions
 from compile_cache.inductor.toolchain import configure_torch
+from compile_cache.inductor.torch_state import ServerState, changed_options, describe_switches, precisions, switches
 from compile_cache.settings import Settings
 
 

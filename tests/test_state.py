@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from compile_cache.calls.spec import autocast_dtype
 from compile_cache.errors import NotHandedOver
 from compile_cache.inductor.function import Precompiled
-from compile_cache.inductor.state import (
+from compile_cache.inductor.toolchain import configure_torch
+from compile_cache.inductor.torch_state import (
     CONTEXTS,
     SWITCHES,
     Option,
@@ -31,7 +32,6 @@ from compile_cache.inductor.state import (
     settle_attention_priority,
     switches,
 )
-from compile_cache.inductor.toolchain import configure_torch
 from models.text.steps import prepare_process
 
 
@@ -39,7 +39,7 @@ from models.text.steps import prepare_process
 def _settings(monkeypatch):
     """What both processes set before they compile. A preparation of one test stays for no other."""
     configure_torch()
-    monkeypatch.setattr("compile_cache.inductor.state._registered", {})
+    monkeypatch.setattr("compile_cache.inductor.torch_state._registered", {})
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_opt
 
 SERVER = """
 import pickle, sys, torch
-from compile_cache.inductor.state import ServerState
+from compile_cache.inductor.torch_state import ServerState
 torch.backends.cuda.enable_flash_sdp(False)
 torch.set_float32_matmul_precision("high")
 with torch.inference_mode():

@@ -22,9 +22,9 @@ from compile_cache.calls.spec import Call, on_gpu
 from compile_cache.errors import ArtifactError, NotHandedOver
 from compile_cache.inductor.function_file import PRECOMPILED
 from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, make
-from compile_cache.inductor.state import ServerState
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.inductor.toolchain import configure_torch, remember_toolchain, surround_measurements, unread_files
+from compile_cache.inductor.torch_state import ServerState
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import scan_folder
 

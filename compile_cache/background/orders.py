@@ -32,7 +32,7 @@ from compile_cache.errors import CompileCacheError, Failure, OrderFailed, Proces
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.inductor.make import Answer, Dimensions
-from compile_cache.inductor.state import ServerState
+from compile_cache.inductor.torch_state import ServerState
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, make_empty
 from compile_cache.timeline import note

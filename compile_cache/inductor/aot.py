@@ -36,7 +36,7 @@ from compile_cache.calls.spec import Call, call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import check_kernels, give_keys, guards, lean
-from compile_cache.inductor.state import SET_WHILE_LOADING
+from compile_cache.inductor.torch_state import SET_WHILE_LOADING
 from compile_cache.key.environment import digest
 
 # The first and the last tested release.

@@ -39,7 +39,7 @@ from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
-from compile_cache.inductor.state import changed_switches, switches
+from compile_cache.inductor.torch_state import changed_switches, switches
 from compile_cache.key import environment
 from compile_cache.key.environment import digest
 

@@ -37,7 +37,7 @@ from compile_cache.inductor.function_file import (
     read_artifact,
     write_artifact,
 )
-from compile_cache.inductor.state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
+from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
 

@@ -188,7 +188,7 @@ class Boot:
         """Have the second process call `function` before it compiles, for example to register an attention. If no other
         process can import `function`, the boot warns."""
         with self._degrading("have the second process prepare itself"):
-            from compile_cache.inductor.state import prepare_with
+            from compile_cache.inductor.torch_state import prepare_with
 
             prepare_with(function)
 
