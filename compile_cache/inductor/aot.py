@@ -2,7 +2,7 @@
 
 Importing this module fails with an ImportError if this torch is not a tested release, and with an AttributeError or an
 ImportError if it lacks a name. Then no function is compiled or loaded ahead of time, and the next step of the ladder
-serves every call. `state.py` has the names for torch's switches, for a process without a compiler.
+serves every call. `torch_state.py` has the names for torch's switches, for a process without a compiler.
 
 torch marks `aot_compile` and `load_compiled_function` as experimental.
 """

@@ -33,9 +33,9 @@ class Known(dict[Hashable, Any]):
 class Moment:
     """Counts the predictions that are open, and makes changes when none is. Thread-safe.
 
-    `open` says how many predictions are open. `known` has what was found out about calls, by module, and the cases whose
-    growth was looked at. An empty one takes its place when a prediction begins, and outside predictions when a change
-    is noted or made.
+    `open` says how many predictions are open. `known` has what was found out about calls, by module, and the cases that
+    were found to grow. An empty one takes its place when a prediction begins, and outside predictions when a change is
+    noted or made.
     """
 
     def __init__(self) -> None:
