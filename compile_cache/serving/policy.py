@@ -66,7 +66,8 @@ class Policy:
         self.late: dict[str, list[Case]] = {path: [] for path in sorted(late) if marks_of(path)[1] in stored}
         self._calls = calls
         self.moment = Moment()
-        # Held while this process makes or compares code: torch compiles for one thread at a time.
+        # Held while this process imports torch's compiler, or makes or compares code: torch compiles for one thread at
+        # a time.
         self.making = threading.Lock()
         # The functions compiled ahead of time, or why there are none; None until torch's compiler is imported.
         self._artifacts: Artifacts | str | None = None
@@ -75,7 +76,6 @@ class Policy:
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
         self._released = threading.Event()
-        self._opening = threading.Lock()
         self.outgoing = directory.outgoing
         if settings.cold_start == "block" or has_artifacts(stored):
             # An earlier boot of this very version has compared these on all instances.
@@ -106,25 +106,25 @@ class Policy:
         return "background" if is_left or time.monotonic() > until_s else self._settings.cold_start
 
     def open(self, proved: Iterable[str] = ()) -> None:
-        """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`."""
-        with self._opening:
-            if self._artifacts is not None:
-                return
-            self._artifacts = ""
-            from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
+        """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`. Meanwhile, any
+        thread but the setup's is `making`."""
+        if self._artifacts is not None:
+            return
+        self._artifacts = ""
+        from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
 
-            configure_torch()
-            remember_toolchain(self._directory.path)
-            if not self._settings.precompile or is_switched_off():
-                return
-            try:  # they need private names of torch: if one is gone, the boot goes on without
-                from compile_cache.inductor.stored_functions import Artifacts
-            except (ImportError, AttributeError) as error:
-                why = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
-                self._artifacts = why
-                log.warning("No precompiled regions in this boot: %s", why)
-            else:
-                self._artifacts = Artifacts(self._settings, self._directory.path, proved)
+        configure_torch()
+        remember_toolchain(self._directory.path)
+        if not self._settings.precompile or is_switched_off():
+            return
+        try:  # they need private names of torch: if one is gone, the boot goes on without
+            from compile_cache.inductor.stored_functions import Artifacts
+        except (ImportError, AttributeError) as error:
+            why = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
+            self._artifacts = why
+            log.warning("No precompiled regions in this boot: %s", why)
+        else:
+            self._artifacts = Artifacts(self._settings, self._directory.path, proved)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
@@ -245,7 +245,7 @@ class Policy:
         if self._orders is None:
             from compile_cache.background.orders import Orders
 
-            with self._opening:
+            with LOCK:
                 if self._orders is None:
                     self._orders = Orders(self._settings, self._directory, self._released)
         return self._orders
@@ -271,7 +271,9 @@ class Policy:
             orders.take(answer)
             return answer
         with noted("second process", f"{name}: load"):
-            self.open()
+            if self.artifacts is None:
+                with self.making:
+                    self.open()
             orders.take(answer)
             if self.artifacts is None:
                 raise ArtifactError(self.why_not_precompiled or "torch.compile is switched off, or cannot be imported")
@@ -325,7 +327,7 @@ class Policy:
         """In a fork of this process: forget the second process, and what other threads hold. Calls of LATE cases load
         their functions."""
         self._orders = reason
-        self.making, self._opening, self._released = threading.Lock(), threading.Lock(), threading.Event()
+        self.making, self._released = threading.Lock(), threading.Event()
         self._released.set()
         self.moment.forget_threads()
         self._load_in_calls()
