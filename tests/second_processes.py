@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping
 from unittest import mock
 
@@ -91,10 +92,14 @@ def use_compiler() -> None:
     C++: a process keeps libraries that all kernels share, and a fork would not put them into its own cache directory.
     """
     import torch
+    import torch.utils.cpp_extension
     from torch._dynamo.utils import counters
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # else it starts a thread
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # it writes a cache full for a figure of a log
+    for finalizer in weakref.finalize._registry:  # of torch's libraries, whose end no process needs
+        finalizer.atexit = False
     x = torch.ones(4, 4)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
         with torch._inductor.config.patch(compile_threads=1), torch.inference_mode():
