@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -136,6 +137,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if guards := sys.modules.get("torch._dynamo.guards"):
         # It writes a cache full for a figure of a log.
         guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
+    # Else pytest listens to it, and torch writes down each graph several times.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
