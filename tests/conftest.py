@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)
     if guards := sys.modules.get("torch._dynamo.guards"):
         # It writes a cache full for a figure of a log.
-        guards.profile_guard_manager = lambda *_: 0.0
+        guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
     # Else pytest listens to it, and torch writes down each graph several times.
     logging.getLogger("torch.__trace").propagate = True
 
