@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -90,7 +91,7 @@ def run_boot(
 def _fork_boot(
     environ: dict[str, str], arguments: tuple[str, ...], program: str, folder: str
 ) -> subprocess.CompletedProcess[str]:
-    forking = _forking_process()
+    forking, _ = forking_process()
     assert forking.stdin is not None
     assert forking.stdout is not None
     assert not (changed := read_by_imports(environ)), f"a forked boot does not see {changed}"
@@ -110,12 +111,15 @@ def read_by_imports(environ: Mapping[str, str]) -> set[str]:
 
 
 @functools.cache
-def _forking_process() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, TESTS / "forked_boots.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def forking_process() -> tuple[subprocess.Popen[str], socket.socket]:
+    """This process's own, and the channel to its fork that starts second processes."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command, pipe = [sys.executable, TESTS / "forked_boots.py", str(theirs.fileno())], subprocess.PIPE
+    with theirs:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=[theirs.fileno()])
     atexit.register(process.communicate)
-    return process
+    atexit.register(ours.close)  # the last one registered is called first
+    return process, ours
 
 
 def assert_fully_warm(booted: Booted) -> None:

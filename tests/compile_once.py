@@ -29,7 +29,7 @@ def main() -> int:
         return subprocess.call([compiler, *arguments])
     content = Path(sources[0]).read_bytes()
     options = [argument for argument in arguments if argument not in (sources[0], "-o", str(output))]
-    options = ["-O1" if option == "-O3" else option for option in options]
+    options = ["-O1" if option == "-O3" else _resolved(option) for option in options]
     is_kernel = _HEADER.encode() in content
     kind = "kernel" if is_kernel else "other"
     known = Path(folder, f"{hashlib.sha256(repr(options).encode() + content).hexdigest()}.{kind}")
@@ -43,6 +43,11 @@ def main() -> int:
     output.write_bytes(known.read_bytes())
     output.chmod(0o755)
     return 0
+
+
+def _resolved(option: str) -> str:
+    """A folder without links: worktrees with a link to the same environment have the same options."""
+    return option[:2] + os.path.realpath(option[2:]) if option.startswith(("-I/", "-L/")) else option
 
 
 def _precompiled_header(folder: Path, compiler: str, options: list[str]) -> list[str]:

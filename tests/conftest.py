@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -49,6 +50,10 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On a busy machine, a setup that compiles would run out of its time and leave the rest to the background.
 os.environ.setdefault("COMPILE_CACHE_SETUP_BUDGET_S", "0")
+# Each graph would cost a collection of garbage.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# Else hundreds of processes parse the library anew.
+sys.dont_write_bytecode = False
 
 # Half of the time that a process takes to import torch's compiler: see python_start/sitecustomize.py.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("python_start"))
@@ -129,6 +134,11 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: each process takes the next file, and no long one is begun last."""
     items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        # It writes a cache full for a figure of a log.
+        guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
+    # Else pytest listens to it, and torch writes down each graph several times.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

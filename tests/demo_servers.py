@@ -92,9 +92,9 @@ def _ask(
 
 
 def _is_waiting(server: ValidatingServer) -> bool:
-    """Whether the second process has not answered its first order, or has others."""
-    answers = [line for line in server.log.read_text().splitlines() if "background.done" in line]
-    return not answers or "waiting=0 " not in answers[-1]
+    """Whether the second process has not begun its first order, or has not answered its last one."""
+    orders = [line for line in server.log.read_text().splitlines() if "background." in line]
+    return not orders or "background.done" not in orders[-1] or "waiting=0 " not in orders[-1]
 
 
 def metrics(prediction: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import socket
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ import second_processes
 def requested_boot() -> dict[str, Any]:
     """Return in each forked process, with its request; in the parent, answer with the exit status of each boot."""
     second_processes.use_compiler()
+    second_processes.fork_parent(socket.socket(fileno=int(sys.argv.pop())))
     gc.freeze()  # else each child's collections copy the memory of all imported modules
     for line in sys.stdin:
         if (child := os.fork()) == 0:
@@ -45,7 +47,8 @@ def become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     request = requested_boot()
     become(request)
-    second_processes.fork_parent()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    second_processes.fork_parent(theirs, ours)
     importlib.import_module("compile_cache.background.child")._spawn = second_processes.fork
     publisher = importlib.import_module("compile_cache.lifecycle.publisher")
     publisher._QUIET_S = publisher._SPREAD_S = 0.1  # a boot that waits until all is stored waits for nobody else

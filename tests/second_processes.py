@@ -1,16 +1,12 @@
 """Second processes that are forked from one that has torch's compiler, and has used it: 4 seconds less for each.
 
-A process that starts second processes has a parent for them, which begins as a fork of forked_boots.py or as a program
-of its own, with one thread:
-
-    second_processes.py SOCKET
-
-It forks one for each request. The tests of the start itself, and of kills, start second processes as the library does.
+A process that starts second processes has a parent for them, which is a fork of forked_boots.py or of a boot, and has
+one thread. It forks one for each request. The tests of the start itself, and of kills, start second processes as the
+library does.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import gc
@@ -24,10 +20,11 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping
 from unittest import mock
 
-from boots import read_by_imports
+from boots import forking_process, read_by_imports
 
 # What the library gives each second process; of the other variables that imports read, the parent has the same.
 _OWN = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
@@ -52,7 +49,7 @@ def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Fo
     request = json.dumps({"server": os.getpid(), "path": path, "environ": dict(environ)})
     adopt = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
     with _ASKING:
-        channel = parent()
+        channel = _PARENT[0] if _PARENT else forking_process()[1]
         adopt(1)  # the new process's own parent ends at once
         socket.send_fds(channel, [request.encode()], [*passed, output])
         pid = int(channel.recv(_MOST_BYTES))
@@ -60,30 +57,16 @@ def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Fo
     return Forked(pid)
 
 
-def parent() -> socket.socket:
-    """The channel to the parent of this process's second processes, which ends with this process."""
-    if not _PARENT:
-        ours, theirs = _channel()
-        with theirs:
-            process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-        atexit.register(process.wait)
-        atexit.register(ours.close)  # the last one registered is called first
-        _PARENT.append(ours)
-    return _PARENT[0]
-
-
-def fork_parent() -> None:
-    """Let the parent be a fork of this process, which has one thread and the compiler."""
-    ours, theirs = _channel()
+def fork_parent(theirs: socket.socket, ours: socket.socket | None = None) -> None:
+    """Let the parent be a fork of this process, which has one thread and the compiler. It ends with the other end of
+    `theirs`: `ours`, if it is this process that asks."""
     if os.fork() == 0:
-        ours.close()
+        if ours is not None:
+            ours.close()
         serve(theirs)
     theirs.close()
-    _PARENT.append(ours)
-
-
-def _channel() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if ours is not None:
+        _PARENT.append(ours)
 
 
 def use_compiler() -> None:
@@ -91,10 +74,14 @@ def use_compiler() -> None:
     C++: a process keeps libraries that all kernels share, and a fork would not put them into its own cache directory.
     """
     import torch
+    import torch.utils.cpp_extension
     from torch._dynamo.utils import counters
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # else it starts a thread
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # it writes a cache full for a figure of a log
+    for finalizer in weakref.finalize._registry:  # of torch's libraries, whose end no process needs
+        finalizer.atexit = False
     x = torch.ones(4, 4)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
         with torch._inductor.config.patch(compile_threads=1), torch.inference_mode():
@@ -156,8 +143,3 @@ def _become(request: dict, channel: int, watched: int, output: int) -> None:
     child = importlib.import_module("compile_cache.background.child")
     child._give_way = lambda: None  # beside other tests, a process of low priority waits for minutes
     child.main()
-
-
-if __name__ == "__main__":
-    use_compiler()
-    serve(socket.socket(fileno=int(sys.argv[1])))
