@@ -486,7 +486,7 @@ def test_a_graph_pass_that_fails_costs_the_step(shared):
 
 @pytest.mark.parametrize("name", ["torch._C._get_sdp_priority_order", "torch._dynamo.guards.GuardsStatePickler"])
 def test_a_torch_without_a_private_name_costs_the_precompiled_step_alone(directory, monkeypatch, name):
-    for needing in ("aot", "stored_functions", "guards", "function", "lean_loading", "state"):
+    for needing in ("aot", "stored_functions", "guards", "function", "lean_loading", "torch_state"):
         monkeypatch.delitem(sys.modules, f"compile_cache.inductor.{needing}")
     monkeypatch.delattr(name)
     module = build(Product)
