@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import SIZE, Weighted
+from blocks import SIZE, Breaking, Weighted
 from precompiling import activated, boot, build, eager, only_report, prediction, tensor, warm_up
 from torch import nn
 from torch.nn.modules import module as module_hooks
@@ -24,6 +24,7 @@ from compile_cache.serving import trial
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.regions import Regions
+from compile_cache.serving.source import Source
 from compile_cache.settings import Settings
 
 TABLE = torch.eye(SIZE)
@@ -290,6 +291,7 @@ def test_an_eager_call_is_described_once_a_prediction(directory, monkeypatch, ou
             for number in range(20):
                 eager(block, tensor(seed=number), inputs)
     assert len(described) == (0 if outside else 2)
+    assert set(compiler.policy.moment.known) == {block}
 
 
 class Attributes(dict[str, Any]):
@@ -386,6 +388,35 @@ def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_la
         lambda *inputs: bool(region.source.drop(case, "another thread gave it up")) or real(*inputs),
     )
     eager(block, tensor())
+
+
+def test_graphs_that_are_taken_during_an_instances_call_are_compared_on_it_before_they_serve(directory, monkeypatch):
+    first, second = build(Breaking), build(Breaking)
+    compiler = boot(directory, first, second, settings=Settings(cold_start="block", unseen="block"))
+    warm_up(compiler, lambda: None)
+    inside, go_on, compared, make = threading.Event(), threading.Event(), [], Source.make
+    real, check = trial.call_region, Comparison.check
+
+    def wait_inside(module: nn.Module, *inputs: Any) -> Any:
+        if module is second and not inside.is_set():
+            inside.set(), go_on.wait(60)
+        return real(module, *inputs)
+
+    def make_meanwhile(*inputs: Any) -> None:
+        calls.append(threads.submit(eager, second, tensor()))
+        inside.wait(60), make(*inputs)
+
+    with ThreadPoolExecutor() as threads:
+        calls = []
+        monkeypatch.setattr(trial, "call_region", wait_inside)
+        monkeypatch.setattr(Source, "make", make_meanwhile)
+        for _ in range(4):
+            eager(first, tensor())
+        assert [case.state for case in compiler.by_class[Breaking].kinds] == [State.CACHED]
+        go_on.set(), calls[0].result()
+    monkeypatch.setattr(Comparison, "check", lambda *inputs: compared.append(inputs) or check(*inputs))
+    eager(second, tensor())
+    assert len(compared) == 1
 
 
 class Drawing(Block):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
 MOST_FUNCTIONS = 8
-# After so many kinds that differ in one size only, a region asks for one function for all sizes.
+# If an instance's kinds of calls differ in one size of a tensor, the one after so many asks for code that leaves that
+# size open.
 _SIZES_BEFORE_OPEN = 3
 _CHANGING = "a number or a flag changes from call to call, so no compiled code fits for long"
 _TOO_MANY = f"eager for new kinds of calls: {RECOMPILE_LIMIT} are kept"
@@ -78,7 +79,7 @@ class Standing(enum.Enum):
     """What an instance has to do with a case that it has met.
 
     - TO_COMPARE: the code has to be compared on it.
-    - AWAY: as TO_COMPARE, but others called again since its last call. It may be gone, and is not waited for.
+    - AWAY: as TO_COMPARE, but since its last call another instance called twice. It may be gone, and is not waited for.
     - PROVED: it made no such call yet, but an earlier boot has compared the code on all instances.
     - PASSED: the code was compared on it. Eager answers until the code is taken, between two predictions.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.

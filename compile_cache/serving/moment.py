@@ -1,7 +1,7 @@
-"""The moment at which new code is taken: between two predictions. So one prediction has one code.
+"""The moment at which new code is taken: between two predictions. So one prediction has one code, but for three cases.
 
 Under steady overlap, once code has waited for ten seconds, all that waits is taken in the middle. Code that an earlier
-boot proved is taken by the first call that finds it, and code that failed stops, at once.
+boot proved is taken at once, unless other predictions are open. Code that failed stops at once.
 """
 
 from __future__ import annotations

@@ -96,6 +96,8 @@ class Region:
         """Serve calls like this one alike, as long as that is `known`: by the graphs of a case, or by the module's own
         code."""
         moment, state = self._moment, case.state if case is not None else State.EAGER
+        # New code may have arrived since the caller looked, and not be compared on this instance.
+        serves = case is not None and case.standings.get(call[0]) is Standing.SERVES
         known = moment.known.setdefault(call[0], Known())
         if not 0 < len(known) < RECOMPILE_LIMIT:
             known.clear()
@@ -104,7 +106,7 @@ class Region:
         for key in (like, growth(*call[1:]) if state is State.GROWING else None):
             if key is not None and state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE):
                 known[key] = ()
-            elif key is not None and state is State.CACHED:  # new code may have arrived since the caller looked
+            elif key is not None and state is State.CACHED and serves:
                 known[key] = case, Parts(call[0])
 
     def _route(self, call: Call, like: Any) -> Any:
@@ -130,10 +132,10 @@ class Region:
     def _serve_known(self, case: Case, code: Code | None, call: Call, like: Any) -> Any:
         """Serve a call of a case that is not new, by `code` if it may serve: that fits the call."""
         state = case.state
-        if state in WITH_CODE and (code is None or case.standings.get(call[0]) is Standing.PASSED):
-            return self.trials.serve_eager(call)  # without `code`, it has arrived since, and may not fit
-        if state in WITH_CODE and case.is_to_compare(call[0]):
+        if state in WITH_CODE and code is not None and case.is_to_compare(call[0]):
             return self.trials.hold(case, call)
+        if state in WITH_CODE and (code is None or case.standings.get(call[0]) is not Standing.SERVES):
+            return self.trials.serve_eager(call)  # without `code`, it has arrived since, and may not fit
         if code is not None and state is State.PRECOMPILED:
             self._remember(case, call)
             return self._serve(case, code, call)
@@ -142,11 +144,9 @@ class Region:
         if code is not None and state is State.CACHED:
             self._settle(call, like, case)
             return self._serve(case, code, call, like)
-        known = self._moment.known
         # To look whether a call makes a tensor larger takes a millisecond, so one call of a prediction shows it.
-        is_first = state is State.GROWING and (case not in known or not self._moment.open)
+        is_first = state is State.GROWING and (case not in self._moment.known or not self._moment.open)
         answer = self.trials.serve_eager(call, case if is_first else None)
-        known[case] = Known()
         self._settle(call, like, case)  # unless it has not grown
         return answer
 

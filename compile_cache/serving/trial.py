@@ -21,7 +21,7 @@ from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import WITH_CODE, Case, Standing, State
-from compile_cache.serving.moment import LOCK
+from compile_cache.serving.moment import LOCK, Known
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Maker, Source
@@ -53,7 +53,7 @@ class Trials:
 
     def hold(self, case: Case, call: Call, maker: Maker | None = None) -> Any:
         """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
-        trial does not end, nothing is concluded, and a later call repeats it, up to three times."""
+        trial does not end, nothing is concluded, and a later call repeats it: see `_TRIES_AT`."""
         policy, making, started = self._policy, self._policy.making, time.perf_counter()
         comparison = None
         # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
@@ -94,6 +94,7 @@ class Trials:
             now = _sizes(call)
             if len(now) == len(sizes) and now != sizes:
                 self._source.give_up(case, _GROWS, State.GROWING)
+                self._policy.moment.known[case] = Known()
             elif now == sizes and case.state is State.GROWING:
                 case.move(State.NEW)
         return answer
@@ -135,8 +136,8 @@ class Trials:
         self, case: Case, code: Code, module: nn.Module, comparison: Comparison, stays_alone: Callable[[], bool]
     ) -> None:
         """Compare the code with eager's answer. Full memory puts it off, and so do other predictions if the call draws
-        random numbers, or if there is a difference. Any other error counts as a difference; an error of graphs, as one
-        of this instance alone."""
+        random numbers, or if there is a difference. An error of graphs is one of this instance alone; any other error
+        counts as a difference."""
         try:
             with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext(True) as is_alone:
                 if not is_alone or (comparison.generators and not stays_alone()):
@@ -170,7 +171,7 @@ class Trials:
         with LOCK:
             case.unended = 0
             if is_proved := case.has_proved_code:
-                case.serve(self._instances)
+                case.serve(list(self._instances))  # another thread may add one
             else:
                 case.standings[module] = Standing.PASSED
         moment = self._policy.moment
