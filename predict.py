@@ -208,8 +208,8 @@ class TextPredictor(Served):
             self.boot.preload()
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings, early)
-            for step in self.model.steps:
-                self.boot.compile(step, whole=True, shares_weights=True)
+            for step, options in self.model.steps():
+                self.boot.compile(step, whole=True, shares_weights=True, **options)
             warm_up(self.boot, self.model.run, self.model.warm_up_inputs())
             with self.boot.timed("record"), self.boot.prediction():  # so what is recorded is not new to the next one
                 self.model.generator.record(self.boot)

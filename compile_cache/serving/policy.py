@@ -20,6 +20,7 @@ import torch
 from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import ArtifactError, Failure, attempt
 from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
+from compile_cache.serving.comparison import use_first
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.settings import Settings
@@ -145,6 +146,7 @@ class Policy:
         def load() -> None:
             with noted("preload", "load"):
                 attempt(artifacts.prefetch, self.late)  # an error comes again, and is reported, where it is needed
+                attempt(use_first)
 
         return _on_thread(load, lambda: None)
 
@@ -163,15 +165,16 @@ class Policy:
         return True
 
     def _load_late(self) -> None:
-        """Load what READY did not wait for, between two predictions: first the functions of LATE cases."""
-        for path, _ in sorted(self.late.items(), key=lambda item: not item[1]):
+        """Load what READY did not wait for, between two predictions: first the functions of LATE cases. All these cases
+        are looked up again together, so that a predictor with recorded calls records once."""
+        for path, cases in sorted(self.late.items(), key=lambda item: not item[1]):
+            if not cases:
+                self.look_again(*self._late_cases)
             self._wait_for_gap(lambda: bool(self.late))
             if self.late and (artifacts := self.artifacts) is not None:  # else the process ends
                 with noted("preload", "load after READY"):
                     attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
-            with LOCK:
-                cases = self.late.pop(path, [])
-            self.look_again(*(case for case in cases if case not in self._late_cases))
+        self._load_in_calls()
 
     def _load_in_calls(self) -> None:
         """Let calls load the functions of LATE cases."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.early_weights import EarlyWeights, need_no_cast
@@ -125,8 +126,6 @@ class TextModel:
         if wrong := [bucket for bucket in buckets if bucket > cache_tokens]:
             raise ValueError(f"PROMPT_BUCKETS has {wrong[0]}, more than CACHE_TOKENS, which is {cache_tokens}")
         self.generator = Generator(model, cache_tokens, buckets)
-        # The modules to compile, each in one piece.
-        self.steps = self.generator.prefill, self.generator.decode
 
     @classmethod
     def load(
@@ -144,6 +143,11 @@ class TextModel:
         if settings.quantize:
             quantize(loaded, settings.quantize)
         return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
+
+    def steps(self) -> Iterator[tuple[nn.Module, Mapping[str, bool]]]:
+        """The modules to compile, each in one piece, and the options of `Boot.compile`. An answer has one prefill."""
+        yield self.generator.prefill, {"after_ready": True}
+        yield self.generator.decode, {}
 
     def warm_up_inputs(self) -> list[Request]:
         """A request for each bucket. Greedy and sampled requests take the same steps."""
