@@ -208,8 +208,9 @@ class TextPredictor(Served):
             self.boot.preload()
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings, early)
-            for step, options in self.model.steps():
-                self.boot.compile(step, whole=True, shares_weights=True, **options)
+            # An answer calls the prefill once, so to load its code takes longer than the code saves.
+            self.boot.compile(self.model.generator.prefill, whole=True, shares_weights=True, after_ready=True)
+            self.boot.compile(self.model.generator.decode, whole=True, shares_weights=True)
             warm_up(self.boot, self.model.run, self.model.warm_up_inputs())
             with self.boot.timed("record"), self.boot.prediction():  # so what is recorded is not new to the next one
                 self.model.generator.record(self.boot)

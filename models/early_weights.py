@@ -401,18 +401,18 @@ class EarlyWeights:
 
 
 def use_first(device: torch.device) -> None:
-    """Call once, in bf16, what diffusion models and language models call: products, attention, convolutions, norms.
+    """Call once, in bf16, what diffusion models, language models and comparisons of their answers call.
 
     Each takes 5 to 100 ms the first time, for libraries and kernels that CUDA loads then.
     """
     import torch
+    from torch.linalg import vector_norm as norm
     from torch.nn import functional
 
     with torch.inference_mode():
         tokens = torch.zeros(512, 4096, device=device, dtype=torch.bfloat16)
         exact, heads = tokens.float(), tokens.view(1, 512, 64, 64).transpose(1, 2)
-        picture = tokens.view(1, 512, 64, 64)
-        weight = tokens.new_zeros(4096, 4096)
+        picture, weight = tokens.view(1, 512, 64, 64), tokens.new_zeros(4096, 4096)
         functional.linear(tokens, weight, weight[0])
         functional.linear(tokens, weight)
         functional.linear(exact[:8], exact)
@@ -425,10 +425,11 @@ def use_first(device: torch.device) -> None:
         functional.group_norm(picture, 32)
         functional.interpolate(picture, scale_factor=2.0)
         functional.layer_norm(tokens, (4096,))
-        functional.gelu(functional.silu(tokens), approximate="tanh")
+        functional.gelu(functional.silu(tokens), approximate="tanh").isnan().all()
         exact.softmax(-1).mul(torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
         torch.where(exact > 0, torch.log(exact), torch.min(exact, exact)).reciprocal()
         torch.cat([tokens, tokens]).argmax(-1)
+        torch.stack([norm(tokens, dtype=torch.float32), norm(exact - exact)]).tolist()
         noise = torch.Generator(device)  # the default one stays as it is
         torch.randn(4, device=device, dtype=torch.float32, generator=noise).sin().cos().exp().sigmoid().cpu()
 

@@ -54,9 +54,8 @@ guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
+_fake_mode = functools.cache(lambda: torch._subclasses.FakeTensorMode())
 # The packages of the objects that make guards up, besides the model's own.
-# What torch's pickler of guards writes of a plain tensor: see `_fake_tensor`.
-_PARTS_OF_A_TENSOR = 5
 _OF_GUARDS = ("builtins", "functools", "numpy", "sympy", "torch")
 
 
@@ -169,7 +168,7 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         """How to make `value` again."""
         reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
-        if isinstance(value, torch.Tensor) and isinstance(reduced, tuple) and len(reduced[1]) == _PARTS_OF_A_TENSOR:
+        if isinstance(value, torch.Tensor) and isinstance(reduced, tuple) and len(reduced[1]) == 5:
             return _fake_tensor, reduced[1]
         is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module
         if is_of_guards or isinstance(value, type):
@@ -182,11 +181,6 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
         state = state if isinstance(state, bytes) else without_texts(state)  # an extension module's own form
         listed, items = without_texts(list(listed or ())), without_texts(dict(items or ()))
         return made, arguments, state, iter(listed), iter(items.items())
-
-
-@functools.cache
-def _fake_mode() -> Any:
-    return torch._subclasses.FakeTensorMode()
 
 
 def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int, grad: torch.Tensor | None) -> Any:

@@ -40,11 +40,9 @@ _LOADER = (
     "torch._dynamo.aot_compile",
     "torch._functorch._aot_autograd.aot_autograd_result",
     "torch._functorch._aot_autograd.subclass_codegen",  # not in torch 2.11
-    "torch._inductor.output_code",
     "torch._inductor.async_compile",
     "torch._inductor.hooks",
     "torch._inductor.runtime.triton_heuristics",
-    "torch.distributed.fsdp._fully_shard._fully_shard",
     "torch.fx.experimental.validator",
 )
 
@@ -181,8 +179,7 @@ def without_compiler() -> Iterator[None]:
         # Each call of generated code reads this attribute. An import of the real module replaces it.
         torch._inductor.debug = _Substitute("torch._inductor.debug", {})
         vars(torch._inductor.debug)["RECORD_GRAPH_EXECUTION"] = False
-    missing = [(name, content) for name, content in _contents().items() if name not in sys.modules]
-    substitutes = [_Substitute(name, content) for name, content in missing]
+    substitutes = [_Substitute(name, content) for name, content in _contents().items() if name not in sys.modules]
     sys.modules.update({substitute.__name__: substitute for substitute in substitutes})
     try:
         yield

@@ -68,8 +68,9 @@ def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[st
         yield name, hub_commit(name, revision or "main").encode()
     else:
         yield name, (revision or "").encode()
-    for source in sources:
-        yield from _source_ingredients(Path(source))
+    for source in [Path(source).absolute() for source in sources]:  # `.` has a name, too
+        for path in [source] if source.is_file() else _paths(source, ".py"):
+            yield path.relative_to(source.parent).as_posix(), path.read_bytes() if path.is_file() else _NO_FILE
     for package in _TRACED_PACKAGES:
         if version := installed_version(package):
             yield package, version.encode()
@@ -91,12 +92,6 @@ def _weights_identity(path: Path) -> bytes:
         with path.open("rb") as file:
             header = file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER_BYTES))
     return f"{size_bytes}\n".encode() + header
-
-
-def _source_ingredients(source: Path) -> Iterator[tuple[str, bytes]]:
-    source = source.absolute()  # `.` has a name, too
-    for path in [source] if source.is_file() else _paths(source, ".py"):
-        yield path.relative_to(source.parent).as_posix(), path.read_bytes() if path.is_file() else _NO_FILE
 
 
 def _paths(folder: Path, suffix: str = "") -> list[Path]:

@@ -7,7 +7,6 @@ their failures over. A region falls back by itself. Errors of the caller's own c
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -27,8 +26,6 @@ from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from torch import nn
 
     from compile_cache.lifecycle.publisher import Publisher
@@ -79,14 +76,6 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     return begun
 
 
-def _begin_restore(*arguments: Any) -> Restore:
-    """Begin the restore, on a thread: its imports take 0.1 s, and torch's import loads libraries without Python's
-    lock."""
-    from compile_cache.lifecycle.restore import Restore
-
-    return Restore(*arguments)
-
-
 @contextlib.contextmanager
 def observed_boots() -> Iterator[list[Boot]]:
     """A list of all boots that begin in this process while the context lasts."""
@@ -110,7 +99,7 @@ class Boot:
         self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
         self._directory: CacheDirectory | None = None
-        self._starting: Future[Restore] | None = None
+        self._restore: Restore | None = None
         self._has_joined = False
         self._publication: Publication | None = None
         self._restored_files: frozenset[str] = frozenset()
@@ -136,25 +125,10 @@ class Boot:
         self.report.cache_dir = str(self._directory.path)
         self._directory.activate(environ)
         if self._settings.store != "off" or self._settings.layers:
-            from concurrent.futures import ThreadPoolExecutor
-
-            from compile_cache.key.environment import cpu_threads
-
-            # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
-            environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
             with self._degrading("start the restore; compiling anew"):
-                starter = ThreadPoolExecutor(1, "compile-cache-restore")
-                self._starting = starter.submit(
-                    _begin_restore, self._settings, self._directory, model, sources, environ
-                )
-                starter.shutdown(wait=False)
+                from compile_cache.lifecycle.restore import Restore
 
-    @functools.cached_property
-    def _restore(self) -> Restore | None:
-        """The restore that has begun; None if there is none."""
-        with self._degrading("start the restore; compiling anew"):
-            return self._starting.result() if self._starting is not None else None
-        return None
+                self._restore = Restore(self._settings, self._directory, model, sources, environ)
 
     def __enter__(self) -> Boot:
         self._has_entered = True

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
-from compile_cache.key.environment import Environment, observe_environment
+from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss
@@ -100,7 +100,7 @@ class Restore:
         directory: CacheDirectory,
         model: str,
         sources: Sequence[str | Path],
-        environ: Mapping[str, str],
+        environ: MutableMapping[str, str],
         environment: Environment | None = None,
     ) -> None:
         self._environment = environment
@@ -117,6 +117,8 @@ class Restore:
             self._fetch(self._known, fetching)
 
         self._fetching = _Fetching(begin)
+        # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
+        environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
         self._fetching.start()
 
     def abandon(self) -> None:

@@ -88,7 +88,7 @@ class Program:
         settings = replace(settings, model_name=name, model_version=settings.model_version or "any", report=None)
         self._directory = directory = CacheDirectory.claim(Path(settings.dir))
         found = _environment_of(path, str(directory.path), f"run also={also or ''}")
-        restore = Restore(settings, directory, name, (), environ, found)
+        restore = Restore(settings, directory, name, (), dict(environ), found)
         while not restore.has_ended and time.monotonic() < started + settings.restore_timeout_s:
             if came := signal.sigtimedwait(_PASSED_ON, 0.02):
                 raise SystemExit(128 + came.si_signo)

@@ -115,14 +115,6 @@ def compare(found: tuple[Any, ...], expected: tuple[Any, ...]) -> Check:
     return walk.worst
 
 
-def use_first() -> None:
-    """Compare once on each GPU that has memory of this process: CUDA loads the kernels then, which takes 0.07 s."""
-    for device in range(torch.cuda.device_count()):
-        for dtype in (torch.bfloat16, torch.float16) if torch.cuda.memory_reserved(device) else ():
-            one = torch.ones(1, dtype=dtype, device=f"cuda:{device}")
-            compare((one,), (one.clone(),))
-
-
 class _Walk:
     """Walks two object graphs side by side, and keeps the worst difference."""
 

@@ -20,7 +20,6 @@ import torch
 from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import ArtifactError, Failure, attempt
 from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
-from compile_cache.serving.comparison import use_first
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.settings import Settings
@@ -146,7 +145,6 @@ class Policy:
         def load() -> None:
             with noted("preload", "load"):
                 attempt(artifacts.prefetch, self.late)  # an error comes again, and is reported, where it is needed
-                attempt(use_first)
 
         return _on_thread(load, lambda: None)
 

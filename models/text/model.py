@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.early_weights import EarlyWeights, need_no_cast
@@ -120,7 +119,8 @@ class TextModel:
         self._tokenizer = tokenizer
         self._defaults = model.generation_config
         _check_defaults(model.generation_config)
-        self._ends = _end_tokens(model, tokenizer)
+        ends = _given(model.generation_config.eos_token_id, tokenizer.eos_token_id, ())
+        self._ends = frozenset([ends] if isinstance(ends, int) else ends)
         cache_tokens = _cache_tokens(model, settings)
         buckets = settings.prompt_buckets or default_buckets(cache_tokens)
         if wrong := [bucket for bucket in buckets if bucket > cache_tokens]:
@@ -143,11 +143,6 @@ class TextModel:
         if settings.quantize:
             quantize(loaded, settings.quantize)
         return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
-
-    def steps(self) -> Iterator[tuple[nn.Module, Mapping[str, bool]]]:
-        """The modules to compile, each in one piece, and the options of `Boot.compile`. An answer has one prefill."""
-        yield self.generator.prefill, {"after_ready": True}
-        yield self.generator.decode, {}
 
     def warm_up_inputs(self) -> list[Request]:
         """A request for each bucket. Greedy and sampled requests take the same steps."""
@@ -282,11 +277,6 @@ def _sampling(inputs: TextInputs, defaults: Any) -> Sampling:
         repetition_penalty=_given(inputs.repetition_penalty, getattr(defaults, "repetition_penalty", None), 1.0),
         seed=inputs.seed,
     )
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    ends = _given(model.generation_config.eos_token_id, tokenizer.eos_token_id, ())
-    return frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def _given(*values: Any) -> Any:
