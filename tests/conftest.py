@@ -66,26 +66,10 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, d
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
-_LONGEST_FIRST = (
-    "test_serving_faults",
-    "test_image_server",
-    "test_text_server",
-    "test_cog_server",
-    "test_fuzz_serving",
-    "test_background_compile",
-    "test_fill",
-    "test_unseen",
-    "test_boot",
-    "test_toolchain",
-    "test_background_faults",
-    "test_readme",
-    "test_background_kills",
-    "test_run",
-    "test_boot_host",
-    "test_planned_calls",
-    "test_quantization",
-    "test_toxic",
-)
+_LONGEST_FIRST = """
+serving_faults image_server text_server cog_server fuzz_serving background_compile fill unseen boot toolchain
+background_faults readme background_kills run boot_host planned_calls quantization toxic
+"""
 
 _AWS_VARIABLES = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -133,7 +117,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: each process takes the next file, and no long one is begun last."""
-    items.sort(key=lambda item: _LONGEST_FIRST.index(item.path.stem) if item.path.stem in _LONGEST_FIRST else 99)
+    places = {f"test_{name}": place for place, name in enumerate(_LONGEST_FIRST.split())}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if guards := sys.modules.get("torch._dynamo.guards"):
         # It writes a cache full for a figure of a log.
         guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]

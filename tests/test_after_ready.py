@@ -124,6 +124,20 @@ def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
+def test_calls_that_wait_for_several_functions_get_them_at_one_moment(restart, monkeypatch):
+    """A predictor with recorded calls records once."""
+    for mark in restart.path.rglob("*.compared"):
+        mark.rename(mark.with_suffix(".late"))
+    compiler, modules = next_boot(restart, late=3)
+    assert set(steps(compiler).values()) == {"late"}
+    meanwhile = []
+    monkeypatch.setattr(compiler.policy, "_wait_for_gap", lambda _: meanwhile.append(predict(compiler, modules)))
+    finish(compiler)
+    assert meanwhile == [({"eager": 2}, False)] * 2
+    assert predict(compiler, modules) == ({"precompiled": 2}, True)
+    assert predict(compiler, modules) == ({"precompiled": 2}, False)
+
+
 def test_what_another_version_compared_is_compared_before_it_serves(restart):
     compiler, modules = next_boot(restart, is_hit=False)
     assert steps(compiler)["Once"] == "precompiled", "nobody said that it could be loaded later"

@@ -42,12 +42,10 @@ DEMO = Demo(
 )
 # The weights wait until the restored functions are loaded.
 LATE_WEIGHTS = """
-import time
 import compile_cache, predict
 preload = compile_cache.Boot.preload
 def preload_all(boot):
-    while not boot._restore.has_ended:
-        time.sleep(0.01)
+    boot._restore._fetching.done.wait()
     preload(boot)
     boot._preloading.join()
 compile_cache.Boot.preload = preload_all

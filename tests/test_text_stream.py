@@ -40,15 +40,11 @@ def test_a_text_that_ends_in_the_middle_of_a_character_ends_as_it_is_decoded():
 
 
 def test_special_tokens_are_no_text():
-    stream = TextStream(TOKENIZER)
-    assert stream.add(TOKENIZER.token_to_id("<end>")) == ""
+    assert TextStream(TOKENIZER).add(TOKENIZER.token_to_id("<end>")) == ""
 
 
-def test_what_only_looked_like_a_stop_sequence_is_given_out():
+def test_what_only_looked_like_a_stop_sequence_is_given_out_and_nothing_after_one():
     assert pieces("aab", ("aaa",)) == ["", "", "aab", ""]
-
-
-def test_nothing_is_given_out_after_a_stop_sequence():
     assert pieces("abcd", ("b",)) == ["a", "", "", "", ""]
 
 
