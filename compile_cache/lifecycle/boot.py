@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-_KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
 _MOST_ROUNDS = 3
 # In a process of one answer, compiles begin in the first half minute of the warm-up.
 _ONE_ANSWER_S = 30.0
@@ -88,7 +87,8 @@ def observed_boots() -> Iterator[list[Boot]]:
 
 
 class Boot:
-    """A boot in progress, and its report. `boot` makes one."""
+    """A boot in progress, and its report. `boot` makes one. `compiles_before_ready`: what the warm-up calls is compiled
+    in it (`COMPILE_CACHE_COLD_START=block`, as in `cog run` and `fill`), and not by the second process."""
 
     def __init__(
         self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
@@ -98,6 +98,7 @@ class Boot:
         self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
         self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
+        self.compiles_before_ready = settings.cold_start == "block"
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._has_joined = False
@@ -344,7 +345,7 @@ class Boot:
         counts = self.counts()
         if self._directory is not None:
             new = self._directory.scan().keys() - self._restored_files
-            counts.kernels_compiled = sum(path.endswith(_KERNEL_SUFFIXES) for path in new)
+            counts.kernels_compiled = sum(path.endswith((".so", ".cubin", ".hsaco")) for path in new)
         self.report.counts = counts
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():

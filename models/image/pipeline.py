@@ -200,18 +200,19 @@ class DiffusionModel:
             )
         return asked
 
-    def warm_up_inputs(self, sizes: Sequence[Size] = ()) -> list[ImageInputs]:
+    def warm_up_inputs(self, sizes: Sequence[Size] = (), compiles: bool = True) -> list[ImageInputs]:
         """Inputs that compile everything for `sizes`; without `sizes`, for the first size.
 
-        A pipeline that runs guidance as a batch of two is also warmed up without guidance, and one that takes images
-        with each number of them. With `GO_FAST=on`, both networks are warmed up.
+        If the warm-up itself `compiles`, a pipeline that runs guidance as a batch of two is also warmed up without
+        guidance: few requests are, and to draw it takes a third of a restored boot's warm-up. One that takes images is
+        warmed up with each number of them. With `GO_FAST=on`, both networks are warmed up.
 
         Raises:
             ValueError: the model does not draw one of `sizes`.
         """
         if unknown := [size for size in sizes if size not in self.sizes]:
             raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; the model draws {', '.join(map(str, self.sizes))}")
-        scales = (None, 1.0) if hasattr(type(self._pipeline), "do_classifier_free_guidance") else (None,)
+        has_guidance = compiles and hasattr(type(self._pipeline), "do_classifier_free_guidance")
         return [
             ImageInputs(
                 "a warm-up",
@@ -226,7 +227,7 @@ class DiffusionModel:
             )
             for go_fast in self.denoisers
             for size in sizes or self.sizes[:1]
-            for scale in scales
+            for scale in ((None, 1.0) if has_guidance else (None,))
             for images in range(self._images + 1 if self.is_editing else 1)
         ]
 
