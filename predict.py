@@ -80,7 +80,7 @@ class Predictor(Served):
             for network, options in self.model.networks():
                 self.boot.compile(network, **options)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
-            warm_up(self.boot, self.model.try_out, self.model.warm_up_inputs(sizes, self.boot.compiles_before_ready))
+            warm_up(self.boot, self.model.try_out, self.model.warm_up_inputs(sizes, self.boot.compiles_in_background))
         self.files = PictureFiles()
 
     def run(

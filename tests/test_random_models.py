@@ -22,5 +22,5 @@ def test_saved_sdxl_pipeline_loads_with_its_weights_and_draws_with_guidance_and_
         assert all(torch.equal(loaded[key], value.float()) for key, value in network.state_dict().items()), name
     inputs = ImageInputs("a check", Size(64, 64), seed=0, num_inference_steps=2)
     assert len(model.run(inputs).getcolors(maxcolors=64 * 64)) > 1
-    planned = [[inputs.guidance_scale for inputs in model.warm_up_inputs((), compiles)] for compiles in (True, False)]
+    planned = [[inputs.guidance_scale for inputs in model.warm_up_inputs((), is_so)] for is_so in (False, True)]
     assert planned == [[None, 1.0], [None]]

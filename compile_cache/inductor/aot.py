@@ -168,6 +168,7 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         """How to make `value` again."""
         reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
+        # Five parts are a plain tensor's; one is what torch leaves out, and six are a wrapper's.
         if isinstance(value, torch.Tensor) and isinstance(reduced, tuple) and len(reduced[1]) == 5:
             return _fake_tensor, reduced[1]
         is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module

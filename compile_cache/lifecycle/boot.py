@@ -87,8 +87,8 @@ def observed_boots() -> Iterator[list[Boot]]:
 
 
 class Boot:
-    """A boot in progress, and its report. `boot` makes one. `compiles_before_ready`: what the warm-up calls is compiled
-    in it (`COMPILE_CACHE_COLD_START=block`, as in `cog run` and `fill`), and not by the second process."""
+    """A boot in progress, and its report. `boot` makes one. `compiles_in_background`: the second process compiles all
+    that is not stored, in the warm-up and for calls that it leaves out: not in `cog run` and `fill`."""
 
     def __init__(
         self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
@@ -98,7 +98,7 @@ class Boot:
         self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
         self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
-        self.compiles_before_ready = settings.cold_start == "block"
+        self.compiles_in_background = settings.cold_start == settings.unseen == "background"
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._has_joined = False

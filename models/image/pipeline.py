@@ -200,19 +200,19 @@ class DiffusionModel:
             )
         return asked
 
-    def warm_up_inputs(self, sizes: Sequence[Size] = (), compiles: bool = True) -> list[ImageInputs]:
+    def warm_up_inputs(self, sizes: Sequence[Size] = (), in_background: bool = False) -> list[ImageInputs]:
         """Inputs that compile everything for `sizes`; without `sizes`, for the first size.
 
-        If the warm-up itself `compiles`, a pipeline that runs guidance as a batch of two is also warmed up without
-        guidance: few requests are, and to draw it takes a third of a restored boot's warm-up. One that takes images is
-        warmed up with each number of them. With `GO_FAST=on`, both networks are warmed up.
+        A pipeline that runs guidance as a batch of two is also warmed up without guidance, unless what is left out is
+        compiled `in_background`: few requests have none, and to draw it takes a third of a restored SDXL's warm-up. One
+        that takes images is warmed up with each number of them. With `GO_FAST=on`, both networks are warmed up.
 
         Raises:
             ValueError: the model does not draw one of `sizes`.
         """
         if unknown := [size for size in sizes if size not in self.sizes]:
             raise ValueError(f"WARM_UP_SIZES has {unknown[0]}; the model draws {', '.join(map(str, self.sizes))}")
-        has_guidance = compiles and hasattr(type(self._pipeline), "do_classifier_free_guidance")
+        has_guidance = hasattr(type(self._pipeline), "do_classifier_free_guidance")
         return [
             ImageInputs(
                 "a warm-up",
@@ -227,7 +227,7 @@ class DiffusionModel:
             )
             for go_fast in self.denoisers
             for size in sizes or self.sizes[:1]
-            for scale in ((None, 1.0) if has_guidance else (None,))
+            for scale in ((None, 1.0) if has_guidance and not in_background else (None,))
             for images in range(self._images + 1 if self.is_editing else 1)
         ]
 
