@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,6 +138,13 @@ def test_calls_that_wait_for_several_functions_get_them_at_one_moment(restart, m
     assert [predict(compiler, modules) for _ in "12"] == [({"precompiled": 2}, True), ({"precompiled": 2}, False)]
 
 
+def test_cases_are_counted_while_another_thread_ends_the_loading(restart):
+    policy = next_boot(restart)[0].policy
+    policy.late["last"] = type("Ended", (list,), {"__iter__": lambda _: iter(policy.late.clear() or ())})()
+    policy.late["after it"] = []
+    assert policy.waiting == 1
+
+
 def test_what_another_version_compared_is_compared_before_it_serves(restart):
     compiler, modules = next_boot(restart, is_hit=False)
     assert steps(compiler)["Once"] == "precompiled", "nobody said that it could be loaded later"
@@ -160,6 +168,8 @@ def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restart,
         assert steps(compiler) == {"Once": "eager", "Step": "cold"}
         assert (compiler.policy.waiting, compiler.reports[0].waiting) == (1, 1)
         assert predict(compiler, modules)[0] == {"eager": 2}, "no request waits"
+        only_graphs, _ = next_boot(directory, replace(settings, precompile=False), is_hit=False)
+        assert steps(only_graphs)["Once"] in ("cold", "cached")
     for mark in restart.path.rglob("*.late"):
         mark.with_suffix(".aot").unlink()
     compiler, _ = next_boot(restart, settings)

@@ -422,10 +422,7 @@ MARK = "precompiled/a/1.compared"
 OWNERS = {ONE: ONE, MARK: MARK, OTHER: OTHER, "one.so": "Block", "gone.so": "Gone", "nobody's": ""}
 
 
-@pytest.mark.parametrize(
-    ("used", "expected"),
-    [((), set()), ((ONE,), {ONE}), ((OTHER, "Block"), {OTHER, "one.so"})],
-)
+@pytest.mark.parametrize(("used", "expected"), [((), set()), ((ONE,), {ONE}), ((OTHER, "Block"), {OTHER, "one.so"})])
 def test_of_another_version_only_what_is_used_is_published(local, machine, key, used, expected):
     """And then the other version is not needed. The owners are handed on with the files."""
     old = machine(local)

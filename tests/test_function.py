@@ -48,6 +48,7 @@ def fits(code: Any, module: nn.Module, *args: Any) -> bool:
 def made(shared):
     """A cache directory in which a cold boot has made what is loaded here. Tests leave it as it is."""
     block, layers, batched, pair = build(Block), build(Layers), build(Batched), build(Pair)
+    block.first.grad = torch.ones_like(block.first)  # which the blocks that load have not
     compiler = boot(shared, block, layers, batched, pair, build(Global), build(Environ))
     warm_up(compiler, lambda: block(tensor()))
     warm_up(compiler, lambda: layers(tensor(), caches()))

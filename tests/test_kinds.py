@@ -115,10 +115,11 @@ def test_an_instance_that_no_graph_fitted_gets_another_case():
 def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     kinds, module = Kinds(), nn.Identity()
     for rows in (16, 24):
-        case_of(kinds, module, torch.ones(rows, 4))
-    dynamic = case_of(kinds, module, torch.ones(32, 4))
-    kinds.leave_sizes_open(dynamic, module)
-    assert dynamic.spec.open == ((0, 0),)
+        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
+    dynamic, known = case_of(kinds, module, torch.ones(32, 4)), next(iter(kinds))
+    for known.state, opened in ((State.NEW, ()), (State.EAGER, ((0, 0),))):  # for one that is NEW again, code is stored
+        kinds.leave_sizes_open(dynamic, module)
+        assert dynamic.spec.open == opened
     arrive(dynamic, Code(lambda x: x.shape[0] % 8 == 0))
     assert case_of(kinds, module, torch.ones(40, 4)) is dynamic
     assert case_of(kinds, module, torch.ones(32, 4)) is dynamic
@@ -182,7 +183,7 @@ def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_
 def test_an_eager_case_hides_no_code_that_leaves_its_sizes_open():
     kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
     for rows in (16, 24):
-        case_of(kinds, module, torch.ones(rows, 4))
+        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
     dynamic = case_of(kinds, module, torch.ones(32, 4))
     kinds.leave_sizes_open(dynamic, module)
     arrive(dynamic, Code(lambda x: True))

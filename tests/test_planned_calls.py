@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import faulty_blocks
@@ -153,6 +153,17 @@ def test_no_prediction_begins_while_generators_are_set_back():
         assert begun.wait(60)
     with moment.alone() as is_alone:
         assert not is_alone
+
+
+def test_a_prediction_that_is_just_beginning_is_not_overlooked(monkeypatch):
+    """Another thread asks while the changes are made."""
+    monkeypatch.setattr("compile_cache.serving.moment._LONGEST_WAIT_S", -1.0)
+    moment, asked = Moment(), []
+    moment.begin()
+    with ThreadPoolExecutor() as threads:
+        moment.note("code", lambda: asked.append(threads.submit(moment.stays_alone)) or bool(wait(asked, 0.2)))
+        moment.begin()
+        assert not asked[0].result()()
 
 
 def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):

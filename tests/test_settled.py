@@ -380,7 +380,7 @@ def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_la
     block, case, compiler, region = compared
     compiler.policy.moment.end(is_complete=True, had_new_code=False)
     compiler.policy.moment.begin()
-    assert case.state is State.PRECOMPILED
+    assert case.state is State.TAKEN
     real = Case.is_to_compare
     monkeypatch.setattr(
         Case,
@@ -412,7 +412,7 @@ def test_graphs_that_are_taken_during_an_instances_call_are_compared_on_it_befor
         monkeypatch.setattr(Source, "make", make_meanwhile)
         for _ in range(4):
             eager(first, tensor())
-        assert [case.state for case in compiler.by_class[Breaking].kinds] == [State.CACHED]
+        assert [case.state for case in compiler.by_class[Breaking].kinds] == [State.TAKEN]
         go_on.set(), calls[0].result()
     monkeypatch.setattr(Comparison, "check", lambda *inputs: compared.append(inputs) or check(*inputs))
     eager(second, tensor())

@@ -156,10 +156,7 @@ def test_switch_precision_or_option_of_the_server_is_made_however_it_was_set_and
     assert_set_back(answer)
 
 
-REFUSED = {
-    "function modes": lambda: torch.device("cpu"),
-    "dispatch modes": FakeTensorMode,
-}
+REFUSED = {"function modes": lambda: torch.device("cpu"), "dispatch modes": FakeTensorMode}
 
 
 @pytest.mark.parametrize("context", REFUSED)

@@ -19,19 +19,7 @@ import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
-from precompiling import (
-    activated,
-    artifacts,
-    boot,
-    build,
-    eager,
-    find,
-    loaded,
-    only_report,
-    tensor,
-    warm_up,
-    warmed,
-)
+from precompiling import activated, artifacts, boot, build, eager, find, loaded, only_report, tensor, warm_up, warmed
 
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
@@ -191,6 +179,12 @@ def test_damaged_artifact_costs_the_step_and_the_report_says_why(restart):
     again = build(Block)
     compiler = warmed(restart, again)
     assert only_report(compiler).step == "precompiled", "the boot before has made it anew"
+
+
+def test_a_function_that_another_checkout_pickled_is_not_found(restart, monkeypatch):
+    monkeypatch.setattr(stored_artifacts, "file_digest", lambda module: "another")
+    report = only_report(warmed(restart, build(Block)))
+    assert (report.loaded, report.made) == (0, 1)
 
 
 def of_version(package: str) -> types.ModuleType:
@@ -375,5 +369,6 @@ def test_a_setup_traces_no_longer_than_its_time_allows(restart, monkeypatch):
     monkeypatch.setattr(Artifacts, "cached", lambda *call: replace(cached(*call), seconds=7.0))
     compiler = boot(restart, *modules, settings=Settings(cold_start="background", unseen="background"))
     warm_up(compiler, lambda: [module(tensor()) for module in modules])
+    assert compiler.policy.has_graphs
     assert [report.step for report in compiler.reports] == ["cached", "eager"]
     assert "its graphs take 7 s to trace in the setup" in compiler.reports[1].reason

@@ -135,8 +135,7 @@ def test_tied_weights_and_weights_that_are_views_stay_so():
 
 
 @pytest.mark.parametrize(
-    ("kind", "device"),
-    [(Layers, "cpu"), (Writing, "cpu"), pytest.param(Layers, "cuda", marks=pytest.mark.gpu)],
+    ("kind", "device"), [(Layers, "cpu"), (Writing, "cpu"), pytest.param(Layers, "cuda", marks=pytest.mark.gpu)]
 )
 def test_code_made_there_serves_the_module_here(kind, device, buffer_bytes, directory: Path):
     module, x = build(kind).to(device), tensor().to(device)

@@ -32,11 +32,7 @@ MIXED: list[dict[str, Any]] = [
 # The first two have a bucket each.
 DEMO = Demo(
     "predict.py:TextPredictor",
-    {
-        "MODEL": "demo/llama-adder",
-        "CACHE_TOKENS": str(CACHE_TOKENS),
-        "PROMPT_BUCKETS": ",".join(map(str, BUCKETS)),
-    },
+    {"MODEL": "demo/llama-adder", "CACHE_TOKENS": str(CACHE_TOKENS), "PROMPT_BUCKETS": ",".join(map(str, BUCKETS))},
     ({"prompt": "23+45="}, {"prompt": "1+" * 20 + "1="}, RAMBLING),
     frozenset({"Prefill"}),
 )

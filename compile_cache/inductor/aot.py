@@ -170,7 +170,7 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
         reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
         # Five parts are a plain tensor's; one is what torch leaves out, and six are a wrapper's.
         if isinstance(value, torch.Tensor) and isinstance(reduced, tuple) and len(reduced[1]) == 5:
-            return _fake_tensor, reduced[1]
+            return _fake_tensor, reduced[1][:4]  # without its gradient
         is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module
         if is_of_guards or isinstance(value, type):
             return reduced
@@ -184,13 +184,11 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
         return made, arguments, state, iter(listed), iter(items.items())
 
 
-def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int, grad: torch.Tensor | None) -> Any:
+def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int) -> Any:
     """A tensor without values that guards are made of, as torch makes it, but all in one mode. torch makes a mode for
     each, with the trace of its stack: a sixth of the time that a whole model takes to load."""
     mode, key_set = _fake_mode(), torch._C.DispatchKeySet.from_raw_repr(keys)
-    tensor = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device, kind, key_set)
-    tensor.grad = grad
-    return tensor
+    return mode.fake_tensor_converter.from_meta_and_device(mode, meta, device, kind, key_set)
 
 
 def without_texts(value: Any) -> Any:

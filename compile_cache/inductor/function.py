@@ -24,15 +24,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.spec import (
-    GLOBAL_HOOKS,
-    HOOKS,
-    Parts,
-    call_region,
-    on_gpu,
-    parts_of,
-    why_eager,
-)
+from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
 from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find

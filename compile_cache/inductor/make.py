@@ -82,8 +82,8 @@ class Answer:
     """What was made of a kind of call, here or in the second process. `path` is its record's file, empty if there is
     none.
 
-    With a function, the kind is PRECOMPILED, and `compiled_ms` and `eager_ms` are its times; they are 0 if they could
-    not be measured. Without, it is CACHED if it has a `path`: its graphs are in Inductor's files. `reason` says why
+    With a function, the kind is `precompiled`, and `compiled_ms` and `eager_ms` are its times; they are 0 if they could
+    not be measured. Without, it is `cached` if it has a `path`: its graphs are in Inductor's files. `reason` says why
     there is no function. `traced` and `function` stay in the process that made them.
 
     The second process adds the `files` that are new in its folder, the `seconds` that the order took, and whether it
@@ -179,7 +179,7 @@ def make(
     serves: bool = True,
 ) -> Answer:
     """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
-    time. If torch refuses the second step, the call is CACHED, if its graphs can be taken out of stored files.
+    time. If torch refuses the second step, the call is `cached`, if its graphs can be taken out of stored files.
 
     Args:
         artifacts: where the record is written; without, none is.
@@ -187,7 +187,7 @@ def make(
         dynamic: the sizes that the code leaves open.
         pause: a context around measurements on the GPU.
         serves: whether this process is the server. Another one does not know the values of the server's tensors: a
-            branch on a value may go another way, so a call with one is not CACHED.
+            branch on a value may go another way, so a call with one is not `cached`.
 
     Raises:
         CompileCacheError: no code may be made for this call.

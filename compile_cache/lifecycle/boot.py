@@ -87,8 +87,7 @@ def observed_boots() -> Iterator[list[Boot]]:
 
 
 class Boot:
-    """A boot in progress, and its report. `boot` makes one. `compiles_in_background`: the second process compiles all
-    that is not stored, in the warm-up and for calls that it leaves out: not in `cog run` and `fill`."""
+    """A boot in progress, and its report. `boot` makes one."""
 
     def __init__(
         self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
@@ -98,7 +97,6 @@ class Boot:
         self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
         self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
-        self.compiles_in_background = settings.cold_start == settings.unseen == "background"
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._has_joined = False
@@ -239,6 +237,13 @@ class Boot:
                     if self.report.ready_s:
                         self._regions.policy.release()
             return self._regions
+
+    @property
+    def compiles_in_background(self) -> bool:
+        """Whether a call that the warm-up leaves out may get code all the same, stored or of the second process: not in
+        `cog run` and `fill`, nor if there are stored graphs, which only a warm-up traces."""
+        has_graphs = self._regions is not None and self._regions.policy.has_graphs
+        return self._settings.cold_start == self._settings.unseen == "background" and not has_graphs
 
     def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:
         """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.

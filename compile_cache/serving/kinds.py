@@ -40,9 +40,8 @@ class State(enum.Enum):
     - LATE: functions are stored for such calls, and are loaded after READY. Eager answers. Then the case is NEW again.
     - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. If an earlier boot
       compared it on all instances, one is enough in the warm-up, and none is needed outside it.
-    - PRECOMPILED: a function compiled ahead of time answers. An instance that is not compared yet is compared first.
-    - CACHED: graphs of `torch.compile` answer, of stored files or made in this process. An instance that is not
-      compared yet is compared first.
+    - TAKEN: the code answers: a function compiled ahead of time, or graphs of `torch.compile`, of stored files or made
+      in this process. An instance that is not compared yet is compared first.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
       first call of a prediction does not, the case is NEW again.
     - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
@@ -53,8 +52,7 @@ class State(enum.Enum):
     ORDERED = "ordered"
     LATE = "late"
     ARRIVED = "arrived"
-    PRECOMPILED = "precompiled"
-    CACHED = "cached"
+    TAKEN = "taken"
     GROWING = "growing"
     EAGER = "eager"
 
@@ -65,14 +63,13 @@ MOVES: Mapping[State, frozenset[State]] = {
     State.CLAIMED: frozenset({State.NEW, State.ORDERED, State.LATE, State.ARRIVED, State.GROWING, State.EAGER}),
     State.LATE: frozenset({State.NEW}),
     State.ORDERED: frozenset({State.ARRIVED, State.EAGER}),
-    State.ARRIVED: frozenset({State.PRECOMPILED, State.CACHED, State.EAGER}),
-    State.PRECOMPILED: frozenset({State.EAGER}),
-    State.CACHED: frozenset({State.EAGER}),
+    State.ARRIVED: frozenset({State.TAKEN, State.EAGER}),
+    State.TAKEN: frozenset({State.EAGER}),
     State.GROWING: frozenset({State.NEW}),
     State.EAGER: frozenset(),
 }
 # The states that have code.
-WITH_CODE = frozenset({State.ARRIVED, State.PRECOMPILED, State.CACHED})
+WITH_CODE = frozenset({State.ARRIVED, State.TAKEN})
 
 
 class Standing(enum.Enum):
@@ -133,6 +130,11 @@ class Case:
                 self.code = code
 
     @property
+    def path(self) -> str:
+        """The file of its function; empty if it has none."""
+        return self.code.path if self.code is not None else ""
+
+    @property
     def has_proved_code(self) -> bool:
         """Whether its code arrived, and an earlier boot of this very version has compared that on all instances."""
         return self.state is State.ARRIVED and self.code is not None and self.code.is_proved
@@ -165,7 +167,7 @@ class Case:
     @property
     def _is_function(self) -> bool:
         """Whether its code is a function, which can be asked what it fits."""
-        return self.state in WITH_CODE and self.code is not None and bool(self.code.path)
+        return self.state in WITH_CODE and bool(self.path)
 
     def serve(self, proved: Iterable[nn.Module] = ()) -> None:
         """Let the code serve the instances on which it has passed, and those on which an earlier boot compared it."""
@@ -301,8 +303,9 @@ class Kinds:
             alike = self._cases.get(case.spec.without_sizes, [])
             if case not in alike:  # another thread made room for its own
                 return
-            # Other modules may have another width.
-            kinds = {one.spec.sizes: one.spec for one in alike if module in one.standings}
+            # Other modules may have another width, and stored code for cases that are NEW again.
+            met = [one for one in alike if module in one.standings and (one is case or one.state is not State.NEW)]
+            kinds = {one.spec.sizes: one.spec for one in met}
             differing = [found for kind in kinds.values() if (found := _differing(kind, case.spec)) is not None]
             varying = tuple(sorted(set[tuple[int, int]]().union(*differing)))
             opened = [one.spec for one in alike if one.spec.open]

@@ -60,8 +60,7 @@ class Moment:
 
     def has(self, subject: object) -> bool:
         """Whether a change of this subject waits."""
-        with LOCK:
-            return subject in self._changes
+        return subject in self._changes
 
     def begin(self) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
@@ -123,7 +122,8 @@ class Moment:
 
     def stays_alone(self) -> Callable[[], bool]:
         """A function that says whether, from now on, no other prediction was open."""
-        known, is_alone = self.known, self.open <= 1
+        with LOCK:  # not while another one begins
+            known, is_alone = self.known, self.open <= 1
         return lambda: is_alone and self.known is known
 
     def forget_threads(self) -> None:

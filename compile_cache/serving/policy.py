@@ -19,7 +19,7 @@ import torch
 
 from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import ArtifactError, Failure, attempt
-from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
+from compile_cache.inductor.function_file import CACHED, SUFFIX, has_artifacts, marks_of
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.settings import Settings
@@ -71,6 +71,9 @@ class Policy:
         self.making = threading.Lock()
         # The functions compiled ahead of time, or why there are none; None until torch's compiler is imported.
         self._artifacts: Artifacts | str | None = None
+        self._is_continued = is_hit and has_artifacts(stored)
+        # Whether there are records of graphs, which only a warm-up traces.
+        self.has_graphs = any(path.endswith(CACHED) for path in stored)
         self.compiles_until_s: float | None = None
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
@@ -98,12 +101,13 @@ class Policy:
 
     def for_new_kinds(self, is_late: bool = False) -> str:
         """What happens now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`. A
-        process of one answer compiles what is needed after READY only if an earlier one has compiled the rest."""
+        process of one answer that can compile ahead of time compiles what is needed after READY only if an earlier one
+        has stored the rest."""
         until_s = self.compiles_until_s  # which another thread may set
         if until_s is None:
             return self._settings.unseen
-        is_left = is_late and self._settings.setup_budget_s is None and not (self.artifacts and self.artifacts.proved)
-        return "background" if is_left or time.monotonic() > until_s else self._settings.cold_start
+        is_first = self._settings.setup_budget_s is None and self.artifacts is not None and not self._is_continued
+        return "background" if (is_late and is_first) or time.monotonic() > until_s else self._settings.cold_start
 
     def open(self, proved: Iterable[str] = ()) -> None:
         """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`. Meanwhile, any
@@ -183,7 +187,8 @@ class Policy:
     def _late_cases(self) -> set[Case]:
         """The cases that wait for functions to be loaded after READY."""
         with LOCK:
-            return {case for cases in self.late.values() for case in cases if case.state is State.LATE}
+            waiting = list(self.late.values())  # another thread may clear it
+            return {case for cases in waiting for case in cases if case.state is State.LATE}
 
     def look_again(self, *cases: Case) -> None:
         """Look LATE cases among these up again, from the next moment on."""

@@ -80,7 +80,7 @@ class Region:
                 self.served["eager"] += 1
                 return call_region(module, args, kwargs)
             case, parts = found
-            if case.state is State.CACHED and (code := case.code) and not any(GLOBAL_HOOKS):
+            if case.state is State.TAKEN and (code := case.code) and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
                 # torch's graphs ignore hooks that were added later, and inputs that overlap.
                 if parts.are_unhooked_still() and overlaps_of(plain, named, parts) == case.spec.overlaps:
@@ -88,7 +88,7 @@ class Region:
         plain, named = with_plain_strides(args, kwargs)
         if functions := self._functions[module]:
             for case in functions.get(top_sizes(plain, named), ()):
-                if case.state is State.PRECOMPILED and (code := case.code) and code.fits(module, plain, named):
+                if case.state is State.TAKEN and (code := case.code) and code.fits(module, plain, named):
                     return self._serve(case, code, (module, plain, named))
         return self._route((module, plain, named), like or _likeness(args, kwargs))
 
@@ -106,7 +106,7 @@ class Region:
         for key in (like, growth(*call[1:]) if state is State.GROWING else None):
             if key is not None and state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE):
                 known[key] = ()
-            elif key is not None and state is State.CACHED and serves:
+            elif key is not None and state is State.TAKEN and serves:
                 known[key] = case, Parts(call[0])
 
     def _route(self, call: Call, like: Any) -> Any:
@@ -136,14 +136,14 @@ class Region:
             return self.trials.hold(case, call)
         if state in WITH_CODE and (code is None or case.standings.get(call[0]) is not Standing.SERVES):
             return self.trials.serve_eager(call)  # without `code`, it has arrived since, and may not fit
-        if code is not None and state is State.PRECOMPILED:
-            self._remember(case, call)
-            return self._serve(case, code, call)
+        if code is not None and state is State.TAKEN:
+            if code.path:
+                self._remember(case, call)
+            else:
+                self._settle(call, like, case)
+            return self._serve(case, code, call, like)
         if state in (State.EAGER, State.GROWING):
             self.report.note_eager(case.reason)
-        if code is not None and state is State.CACHED:
-            self._settle(call, like, case)
-            return self._serve(case, code, call, like)
         # To look whether a call makes a tensor larger takes a millisecond, so one call of a prediction shows it.
         is_first = state is State.GROWING and (case not in self._moment.known or not self._moment.open)
         answer = self.trials.serve_eager(call, case if is_first else None)
@@ -155,7 +155,7 @@ class Region:
         functions, sizes = self._functions[call[0]], top_sizes(*call[1:])
         if len(functions) >= RECOMPILE_LIMIT:
             functions.clear()
-        others = [other for other in functions.get(sizes, ()) if other.state is State.PRECOMPILED]
+        others = [other for other in functions.get(sizes, ()) if other.state is State.TAKEN]
         functions[sizes] = (case, *(other for other in others if other is not case))
 
     def _serve(self, case: Case, code: Code, call: Call, like: Any = None) -> Any:
@@ -200,7 +200,7 @@ class Region:
         """After a round of the warm-up, report a region that nothing called. `has_other_graphs`: torch compiled or
         found graphs that are no region's."""
         if self.served:
-            self.report.reason = self.report.reason.replace(self._unused, "").strip("; ")
+            self.report.reason = "; ".join(one for one in self.report.reason.split("; ") if one != self._unused)
         elif not self._unused:
             self._unused = _INSIDE if has_other_graphs else _UNUSED
             self.report.explain(self._unused)

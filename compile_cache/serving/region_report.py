@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from compile_cache.inductor.counters import CompileCounts, are_counted, count_precompiled
+from compile_cache.serving.moment import LOCK
 from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Traced
+    from compile_cache.serving.kinds import Kinds
 
 log = logging.getLogger("compile_cache")
 
@@ -77,14 +79,16 @@ class RegionReport:
 
     def take_step(self, step: str) -> None:
         """Go down to `step`. A region at that step or below stays there."""
-        if _LADDER.index(step) > _LADDER.index(self.settled):
-            self.settled = step
-        self.wait_for(self.waiting)
+        with LOCK:
+            if _LADDER.index(step) > _LADDER.index(self.settled):
+                self.settled = step
+            self.step = "eager" if self.waiting else self.settled
 
-    def wait_for(self, kinds: int) -> None:
+    def wait_for(self, kinds: Kinds) -> None:
         """Note how many kinds of calls are served eager until their code arrives."""
-        self.waiting = kinds
-        self.step = "eager" if kinds else self.settled
+        with LOCK:  # so that no older number comes last
+            self.waiting = kinds.waiting
+            self.step = "eager" if self.waiting else self.settled
 
     def explain(self, reason: str, call: object = "") -> None:
         """Add a reason, once. If it is why a kind of call is eager, the first such `call` is named."""
@@ -104,8 +108,9 @@ class RegionReport:
         if reason not in self.not_precompiled and len(self.not_precompiled) < _MOST_REASONS:
             self.not_precompiled.append(reason)
 
-    def note_traced(self, traced: Traced, started: float) -> None:
-        """Note how the graphs of one call came, by torch's counts meanwhile. Tracing began at `started`."""
+    def note_traced(self, traced: Traced, started: float) -> bool:
+        """Note how the graphs of one call came, by torch's counts meanwhile: whether all were found in stored files.
+        Tracing began at `started`."""
         counts = traced.counts
         is_found = counts.misses == 0 < counts.hits
         self.compile_s += traced.seconds
@@ -118,6 +123,7 @@ class RegionReport:
         elif counts.graphs or not are_counted():  # else by a graph of another call
             self.take_step("cold")
             self.explain(_why_cold(counts))
+        return is_found
 
     def note_made(self, answer: Answer) -> None:
         """Count a function that was compiled ahead of time, and add the times of its call, if it was timed."""

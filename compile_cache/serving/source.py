@@ -117,13 +117,13 @@ class Source:
         self._hand_over(self._policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
-        self._report.note_traced(made.traced, started)
+        is_found = self._report.note_traced(made.traced, started)
         self._report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
             self._report.note_made(made)
         elif made.reason:
             self._report.note_not_precompiled(made.reason)
-        if why_not_found and self._report.settled == "cached":
+        if why_not_found and is_found:
             self._report.explain(f"not precompiled: {why_not_found}")
         return made.function or self._graph(made.traced)
 
@@ -189,7 +189,7 @@ class Source:
         if failed is not None:
             self.give_up(case, f"cannot be compiled in a second process: {failed.reason}")
         case.move(State.ORDERED)  # unless the answer was faster
-        self._report.wait_for(self._kinds.waiting)
+        self._report.wait_for(self._kinds)
 
     def _receive(self, case: Case, name: str, order: Future[Answer]) -> None:
         """Take the second process's answer. Another thread calls this."""
@@ -221,19 +221,17 @@ class Source:
 
     def release(self, case: Case) -> None:
         """Let the files of code that has passed be published."""
-        path = case.code.path if case.code is not None else ""
-        for owner in (path, self._report.name) if path else tuple(self._owners):  # another thread may add one
+        for owner in (case.path, self._report.name) if case.path else tuple(self._owners):  # another thread may add one
             self._policy.outgoing.release(owner)
 
     def mark(self, case: Case) -> None:
         """Note for later boots that a function was compared on all instances, if it was."""
-        path = case.code.path if case.code is not None else ""
-        if path and all(other.is_proved for other in self._kinds if other.code and other.code.path == path):
-            self._policy.mark_compared(path, self.is_late)
+        if case.path and all(other.is_proved for other in self._kinds if other.path == case.path):
+            self._policy.mark_compared(case.path, self.is_late)
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)
-        self._report.wait_for(self._kinds.waiting)
+        self._report.wait_for(self._kinds)
 
     def leave_out(self, case: Case, module: nn.Module, reason: str) -> None:
         """Compare the code no more on this instance; give it up if it serves no other."""
@@ -248,7 +246,7 @@ class Source:
         is_new = case.move(state, reason)
         if is_new:
             self._report.note_eager(reason, case.spec)
-            self._report.wait_for(self._kinds.waiting)
+            self._report.wait_for(self._kinds)
         return is_new
 
     def drop(self, case: Case, reason: str) -> None:

@@ -139,8 +139,8 @@ class Trials:
         random numbers, or if there is a difference. An error of graphs is one of this instance alone; any other error
         counts as a difference."""
         try:
-            with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext(True) as is_alone:
-                if not is_alone or (comparison.generators and not stays_alone()):
+            with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext():
+                if comparison.generators and not stays_alone():
                     raise ArtifactError("other predictions would see the generators of random numbers set back")
                 check = comparison.check(code.try_out)
         except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
@@ -189,18 +189,16 @@ class Trials:
         if case.state is State.ARRIVED and not case.has_passed:
             return True
         case.serve()
-        if case.code is not None and not case.code.path:
-            case.move(State.CACHED)
-        elif case.move(State.PRECOMPILED):
+        if case.move(State.TAKEN) and case.path:
             self._report.take_step("precompiled")
-        if case.state in WITH_CODE:
+        if case.state is State.TAKEN:
             self._source.release(case)
         return False
 
     def _put_off(self, case: Case, module: nn.Module, error: BaseException) -> None:
         reason = f"not compared with eager: {Failure(error).reason}"
-        if case.code is not None and case.code.path:  # the files of graphs have other owners
-            self._policy.outgoing.doubt(case.code.path)
+        if case.path:  # the files of graphs have other owners
+            self._policy.outgoing.doubt(case.path)
         if case.unended == _TRIES_AT[-1]:
             self._source.leave_out(case, module, reason)
             case.unended = 0
