@@ -8,14 +8,8 @@ import pytest
 from background_boots import Told, play
 
 TOLERANCE = 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def headers():
-    """torch's own default for precompiled headers, which other tests replace: it is part of a C++ kernel's name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "1")
-        yield
+# torch's own default, which conftest.py replaces for other tests: precompiled headers are part of a C++ kernel's name.
+HEADERS = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +20,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def cold(folder) -> Told:
     """A cold boot, in a process that has not imported torch before."""
-    return play(folder, "first", forked=False)
+    return play(folder, "first", forked=False, **HEADERS)
 
 
 @pytest.fixture(scope="module")
 def warm(cold, folder, tmp_path_factory) -> Told:
     """The next boot, in another folder, and prompts of lengths that were asked for, and of some that were not."""
-    return play(tmp_path_factory.mktemp("warm"), "again", "5", "6", "11", "13", after=folder)
+    arguments = ("again", "5", "6", "11", "13")
+    return play(tmp_path_factory.mktemp("warm"), *arguments, after=folder, forked=False, **HEADERS)
 
 
 def assert_nothing_compiled(report: dict) -> None:
