@@ -195,11 +195,7 @@ def s3_client(s3_server) -> Iterator[S3Client]:
     # Else each client of each test parses the same megabytes of JSON.
     botocore.session.create_loader = functools.cache(botocore.session.create_loader)
     client = boto3.client(
-        "s3",
-        endpoint_url=s3_server,
-        region_name="us-east-1",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
+        "s3", endpoint_url=s3_server, region_name="us-east-1", aws_access_key_id="test", aws_secret_access_key="test"
     )
     yield client
     client.close()

@@ -32,7 +32,7 @@ BUILD_S, WRITE_S = 0.1, 0.01
 
 def order(orders: Orders, name: str) -> None:
     """Order a library. Its files are taken as a boot takes them."""
-    made = Order(name, 0, name.encode())
+    made = Order(name, (0,), name.encode())
 
     def take(answer: Future[Any]) -> None:
         if not answer.cancelled() and not answer.result().reason:

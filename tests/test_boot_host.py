@@ -207,10 +207,10 @@ def test_a_folder_called_as_many_are_is_warned_of_where_the_store_is_shared(tmp_
     assert [warning.endswith("Set COMPILE_CACHE_MODEL_NAME.") for warning in warnings] == [True] * is_warned
 
 
-def test_a_source_that_is_not_there_is_named_before_anything_begins(tmp_path):
-    environ = {"COMPILE_CACHE_DIR": str(tmp_path / "cache")}
-    with pytest.raises(SettingsError, match=r"sources that do not exist: \S+missing\.py"):
-        compile_cache.boot("model", sources=[tmp_path / "missing.py"], environ=environ)
+@pytest.mark.parametrize(("given", "said"), [(["missing.py"], "not exist: missing.py"), ("missing.py", "a list")])
+def test_sources_that_are_not_there_or_no_list_are_named_before_anything_begins(tmp_path, given, said):
+    with pytest.raises(SettingsError, match=said):
+        compile_cache.boot("model", sources=given, environ={"COMPILE_CACHE_DIR": str(tmp_path / "cache")})
     assert not (tmp_path / "cache").exists()
 
 

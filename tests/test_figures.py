@@ -25,10 +25,8 @@ def texts(picture: Path) -> list[str]:
 
 def test_the_picture_in_the_tree_is_what_the_script_draws_from_the_reports_beside_it(tmp_path):
     """Texts alone are compared: other versions of matplotlib write other numbers."""
-    for name in ("first.svg", "second.svg"):
-        draw_boot.draw(tmp_path / name)
-    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
-    assert texts(tmp_path / "first.svg") == texts(DOCS / "boot.svg"), "run python docs/draw_boot.py"
+    draw_boot.draw(tmp_path / "boot.svg")
+    assert texts(tmp_path / "boot.svg") == texts(DOCS / "boot.svg"), "run python docs/draw_boot.py"
 
 
 def test_the_picture_names_the_time_of_three_kinds_of_boots_and_has_colours_that_every_renderer_knows():
@@ -39,9 +37,7 @@ def test_the_picture_names_the_time_of_three_kinds_of_boots_and_has_colours_that
         assert not {"/"} & {report.store[:1], report.cache_dir[:1]}, "no folder of a machine"
         assert [text for text in shown if text.startswith(f"READY {seconds_text(report.ready_s)}")]
     picture = (DOCS / "boot.svg").read_text()
-    assert "var(" not in picture
-    assert "fill: #f5ab77" in picture
-    assert "@media" not in picture
+    assert ["fill: #f5ab77" in picture, "var(" in picture, "@media" in picture] == [True, False, False]
 
 
 # What the benchmarks compute.

@@ -79,7 +79,7 @@ def queue(held) -> OrderQueue:
 def put(queue: OrderQueue, *contents: bytes, ranks: tuple[int, ...] = ()) -> list[Order]:
     """Make an order of each."""
     ranks = ranks or (0,) * len(contents)
-    orders = [Order(str(n), ranks[n], content) for n, content in enumerate(contents)]
+    orders = [Order(str(n), (ranks[n],), content) for n, content in enumerate(contents)]
     for each in orders:
         queue.put(each)
     return orders

@@ -118,6 +118,7 @@ def test_regions_inside_of_another_torch_compile_are_unused_and_say_so(directory
     compiler = boot(directory, model)
     served = torch.compile(model, backend="inductor")
     warm_up(compiler, lambda: served(torch.ones(4, 16)))
+    compiler.name_unused()
     assert only_report(compiler).step == "unused"
     assert "another torch.compile compiled code. Take that away" in only_report(compiler).reason
 

@@ -77,6 +77,7 @@ BAD = [
     ("STORE", "ftp://host/packs", "give a local folder"),
     ("STORE", "https://host/packs", "give a local folder"),
     ("STORE", "s3://", "give a local folder"),
+    ("STORE", "s3:/bucket", "give a local folder"),
     ("STORE", "gs:///prefix", "give a local folder"),
     ("LAYERS", "ftp://host/packs", "neither a local folder nor the URL of a store or of a mirror"),
     ("LAYERS", "https://", "neither a local folder nor the URL of a store or of a mirror"),

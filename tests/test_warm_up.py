@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from boots import settings
 from cog import BaseRunner, Input
+from torch import nn
 
 import compile_cache
 
@@ -46,6 +47,13 @@ class Predictor(BaseRunner):
         for number in range(count):
             self.calls.append((number,))
             yield str(number)
+
+
+def test_a_boot_without_with_says_so(tmp_path):
+    boot = compile_cache.boot("my-model", environ=settings(tmp_path, cold_start="background"))
+    boot.compile(nn.Identity())
+    boot.warm_up(lambda: None)
+    assert "without `with`" in boot.report.warnings[0]
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Order:
     """
 
     name: str
-    rank: int
+    rank: tuple[int, ...]
     call: bytes
     is_on_gpu: bool = False
     dynamic: Dimensions = ()
@@ -78,7 +78,7 @@ class Orders:
         self._log = directory.logs / "compiling.log"
         self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S, released)
 
-    def pack(self, name: str, call: Call, dynamic: Dimensions, rank: int, shares_weights: bool) -> Order:
+    def pack(self, name: str, call: Call, dynamic: Dimensions, rank: tuple[int, ...], shares_weights: bool) -> Order:
         """An order of code for a call that is not served yet.
 
         Raises:
@@ -137,7 +137,7 @@ class OrderQueue:
         self._idle_s = idle_s
         self._server = os.getpid()
         # By rank, and then in the order in which they came. None wakes the thread.
-        self._orders: PriorityQueue[tuple[int, int, Order | None]] = PriorityQueue()
+        self._orders: PriorityQueue[tuple[tuple[int, ...], int, Order | None]] = PriorityQueue()
         self._numbers = itertools.count()
         self._putting = threading.Lock()
         self.released = released
@@ -183,7 +183,7 @@ class OrderQueue:
             self._is_closed = True
         with self._orders.mutex:
             self._orders.all_tasks_done.notify_all()
-        self._orders.put((-1, next(self._numbers), None))
+        self._orders.put(((), next(self._numbers), None))
         self.released.set()
         atexit.unregister(self.close)
         with self._starting:
@@ -233,10 +233,11 @@ class OrderQueue:
             answer: Answer = pickle.loads(process.answer(content, self._limit_s))
             return answer
         except (OrderFailed, ProcessDied) as error:
-            if not self._is_closed:  # `close` stopped the process
-                # The order's own error goes to its caller, who knows its meaning.
-                level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
-                log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
+            if self._is_closed:  # `close` stopped the process, and orders are cancelled
+                return Answer()
+            # The order's own error goes to its caller, who knows its meaning.
+            level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
+            log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
             is_its_own = isinstance(error, OrderFailed) and not error.may_succeed_afresh
             if not is_its_own:
                 self._end_process()

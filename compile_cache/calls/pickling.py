@@ -73,8 +73,7 @@ def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
             handles[used.index] = _handle(used.storage)
     except RuntimeError as error:
         log.info(
-            "background.unshared reason=%s The second process allocates its own copy of the weights.",
-            first_line(error),
+            "background.unshared reason=%s The second process allocates its own copy of the weights.", first_line(error)
         )
     return handles
 

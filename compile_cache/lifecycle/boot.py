@@ -55,7 +55,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
         environ: the variables with the settings. torch's cache paths are written into it.
 
     Raises:
-        SettingsError: a `COMPILE_CACHE_*` variable is wrong, or a path in `sources` does not exist.
+        SettingsError: a `COMPILE_CACHE_*` variable is wrong, `sources` is no list, or a path in it does not exist.
     """
     from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user, resolve_cold_start, show_log
 
@@ -65,6 +65,8 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
         from compile_cache.storage.rules import Rules
 
         Rules.of(settings)  # an invalid key fails here, and not in the restore's thread
+    if isinstance(sources, str | Path):
+        raise SettingsError(f"boot() takes a list of sources, not {sources!r}: give [{sources!r}]")
     if missing := [str(source) for source in sources if not Path(source).exists()]:
         raise SettingsError(f"boot() has sources that do not exist: {', '.join(missing)}. They start at {Path.cwd()}.")
     keep_worker_alive_on_interrupt()
@@ -143,6 +145,8 @@ class Boot:
             return
         if self._regions is None:
             self._join()
+        else:
+            self._regions.name_unused()
         self._complete_report()
         if self._publication is not None and self._settings.may_publish:
             with self._degrading("start publishing"):
@@ -254,6 +258,8 @@ class Boot:
         Raises:
             Exception: any error of `call`.
         """
+        if self._regions is not None and not self._has_entered:
+            self._warn("boot() is used without `with`, so nothing is stored, and no second process begins")
         until_s = self._no_compile_begins_from()
         with self.timed("warm_up"):
             for _ in range(_MOST_ROUNDS):

@@ -277,14 +277,7 @@ class Kinds:
         if not self._has_room(spec):
             return _TOO_MANY
         own = [case for case in covering if case.counts_for(module)]
-        if len(own) >= MOST_FUNCTIONS:
-            return _CHANGING
-        # The module may have changed since its code was ordered. If that happens twice, no code will fit.
-        arrived = [case for case in own if case.state is State.ARRIVED and not case.has_proved_code]
-        made = [case for case in arrived if case.spec.numbers == spec.numbers]
-        if len(made) > 1 and not any(case.serves_any for case in covering):
-            return f"code of the second process does not fit in this process: {misfit}"
-        return ""
+        return f"{_CHANGING}: {misfit}" if len(own) >= MOST_FUNCTIONS else ""
 
     def _has_room(self, spec: CallSpec) -> bool:
         """Whether a case of this kind may be made. Kinds of which nothing is known make room."""

@@ -9,7 +9,6 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +41,6 @@ from compile_cache.serving.trial import Trials
 if TYPE_CHECKING:
     from compile_cache.serving.kinds import Code
 
-log = logging.getLogger("compile_cache")
-
-_UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
-_INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
 # Outside predictions, what lies in a module is looked at again after so many calls.
 _CALLS_BETWEEN_LOOKS = 64
 
@@ -63,7 +58,6 @@ class Region:
         self._functions: dict[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]] = {}
         self.trials = Trials(report, policy, self.source, self._functions.keys())
         self.served = self.trials.served
-        self._unused = ""
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
@@ -195,16 +189,6 @@ class Region:
         if case.state is State.CLAIMED:
             self.source.order(case, order)
         return answer
-
-    def end_warm_up(self, has_other_graphs: bool) -> None:
-        """After a round of the warm-up, report a region that nothing called. `has_other_graphs`: torch compiled or
-        found graphs that are no region's."""
-        if self.served:
-            self.report.reason = "; ".join(one for one in self.report.reason.split("; ") if one != self._unused)
-        elif not self._unused:
-            self._unused = _INSIDE if has_other_graphs else _UNUSED
-            self.report.explain(self._unused)
-            log.warning("nothing of %s is compiled: %s", self.report.name, self._unused)
 
 
 def _likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import weakref
@@ -26,6 +27,10 @@ from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
+log = logging.getLogger("compile_cache")
+
+_UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
+_INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
 _FORKED = "a fork of a booted process has no second process. Boot in each process, or wait_compiled() before it forks"
 
 
@@ -40,6 +45,8 @@ class Regions:
         self.policy = Policy(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
+        # Whether torch had graphs of no region in a warm-up; None before the first one.
+        self._has_met_others: bool | None = None
         self._left_eager: dict[str, RegionReport] = {}
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self)))
 
@@ -114,8 +121,15 @@ class Regions:
         finally:
             policy.moment.pass_by()
             policy.compiles_until_s = None
-            for region in self.by_class.values():
-                region.end_warm_up(self._graphs_of_others() > others)
+            self._has_met_others = self._has_met_others or self._graphs_of_others() > others
+
+    def name_unused(self) -> None:
+        """Report each class that no warm-up called, if there was one. Called at READY."""
+        unused = _INSIDE if self._has_met_others else _UNUSED
+        for region in self.by_class.values() if self._has_met_others is not None else ():
+            if not region.served:
+                region.report.explain(unused)
+                log.warning("nothing of %s is compiled: %s", region.report.name, unused)
 
     def _graphs_of_others(self) -> int:
         """How many graphs torch has compiled or found for other code than the regions'."""

@@ -39,8 +39,8 @@ Maker = Callable[[Shadow], "Code"]
 class Source:
     """Where the code of one region's kinds comes from, and when its files may be published.
 
-    The second process makes the code of regions in the order of their `rank`. It maps the same parameters if the region
-    `shares_weights`: if all its modules may.
+    The second process makes code for the warm-up's calls first, by the `rank` of their regions. It maps the same
+    parameters if the region `shares_weights`: if all its modules may.
     """
 
     def __init__(self, report: RegionReport, kinds: Kinds, policy: Policy, rank: int) -> None:
@@ -177,7 +177,8 @@ class Source:
         if isinstance(orders, str):
             raise NotHandedOver(orders)
         name = f"{self._report.name} {case.spec}"
-        order = orders.pack(name, call, case.spec.open, self._rank, self.shares_weights)
+        rank = (not self._policy.is_warming_up, self._rank)
+        order = orders.pack(name, call, case.spec.open, rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
         order.answer.add_done_callback(lambda answer: context.run(self._receive, case, name, answer))
