@@ -19,7 +19,6 @@ LAYER_SCHEMES = (*STORE_SCHEMES, "https", "http")
 
 # Inductor calls the C++ compiler with one line of text. These characters would split it.
 _NOT_IN_A_COMMAND = re.compile(r"[\s'\"\\]")
-_ONE_SLASH = re.compile(r"[a-z0-9]{2,}:/")
 _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 
 
@@ -134,7 +133,7 @@ def split_url(url: str) -> tuple[str, str]:
 def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     scheme, rest = split_url(url)
     if scheme not in schemes or scheme == "file":
-        return scheme in schemes and bool(rest.strip()) and not _ONE_SLASH.match(rest)
+        return scheme in schemes and bool(rest.strip()) and not re.match(r"[a-z0-9]{2,}:/", rest)
     authority = rest.partition("/")[0].strip()
     # Buckets and containers have no user. The colon is that of a password with a slash in it.
     is_refused = {"?", "#"} & set(rest) or (scheme in STORE_SCHEMES and {"@", ":"} & set(authority))

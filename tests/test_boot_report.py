@@ -22,16 +22,8 @@ from compile_cache.settings import Settings
 def warm_report() -> BootReport:
     """A boot that restored all it needed."""
     return BootReport(
-        model_name="org--model",
-        model_version="1",
-        environment="abc",
-        store="/store",
-        cache_dir="/cache/0",
-        scope="regional",
-        mode="default",
         phases={"weights": 1.5, "warm_up": 2.0},
         ready_s=4.25,
-        process_s=5.0,
         restore=RestoreReport("hit", packs=1, files=12, stored_bytes=3_000_000, seconds=0.5, waited_s=0.1),
         counts=CompileCounts(graphs=2, fxgraph_hits=2, aotautograd_hits=2),
         regions=[

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import blocks
 import numpy
@@ -457,9 +458,7 @@ def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it
 
 
 def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compared(shared, monkeypatch):
-    def exhausted(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("no memory left")
-
+    exhausted = mock.Mock(side_effect=torch.OutOfMemoryError("no memory left"))
     module = build(Product)
     compiler = boot(shared, module, settings=CACHED)
     (region,) = compiler.by_class.values()

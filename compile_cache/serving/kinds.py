@@ -277,7 +277,11 @@ class Kinds:
         if not self._has_room(spec):
             return _TOO_MANY
         own = [case for case in covering if case.counts_for(module)]
-        return f"{_CHANGING}: {misfit}" if len(own) >= MOST_FUNCTIONS else ""
+        if len(own) >= MOST_FUNCTIONS:
+            return _CHANGING
+        # The second process does not know something of this module, so it would make the same function once more.
+        made = [case.path for case in own if case.path and case.state is State.ARRIVED and not case.has_proved_code]
+        return f"code of the second process does not fit in this process: {misfit}" if len({*made}) < len(made) else ""
 
     def _has_room(self, spec: CallSpec) -> bool:
         """Whether a case of this kind may be made. Kinds of which nothing is known make room."""
@@ -296,7 +300,7 @@ class Kinds:
             alike = self._cases.get(case.spec.without_sizes, [])
             if case not in alike:  # another thread made room for its own
                 return
-            # Other modules may have another width, and stored code for cases that are NEW again.
+            # Other modules may have another width, and NEW cases may find stored code.
             met = [one for one in alike if module in one.standings and (one is case or one.state is not State.NEW)]
             kinds = {one.spec.sizes: one.spec for one in met}
             differing = [found for kind in kinds.values() if (found := _differing(kind, case.spec)) is not None]

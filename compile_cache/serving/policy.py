@@ -71,7 +71,7 @@ class Policy:
         self.making = threading.Lock()
         # The functions compiled ahead of time, or why there are none; None until torch's compiler is imported.
         self._artifacts: Artifacts | str | None = None
-        self._is_continued = is_hit and has_artifacts(stored)
+        self._is_hit = is_hit
         # Whether there are records of graphs, which only a warm-up traces.
         self.has_graphs = any(path.endswith(CACHED) for path in stored)
         self.compiles_until_s: float | None = None
@@ -102,12 +102,12 @@ class Policy:
     def for_new_kinds(self, is_late: bool = False) -> str:
         """What happens now with a call of a new kind: `background` or `block`; after READY also `eager` or `error`. A
         process of one answer that can compile ahead of time compiles what is needed after READY only if an earlier one
-        has stored the rest."""
+        has stored something."""
         until_s = self.compiles_until_s  # which another thread may set
         if until_s is None:
             return self._settings.unseen
-        is_first = self._settings.setup_budget_s is None and self.artifacts is not None and not self._is_continued
-        return "background" if (is_late and is_first) or time.monotonic() > until_s else self._settings.cold_start
+        can_wait = self._settings.setup_budget_s is None and self.artifacts is not None and not self._is_hit
+        return "background" if (is_late and can_wait) or time.monotonic() > until_s else self._settings.cold_start
 
     def open(self, proved: Iterable[str] = ()) -> None:
         """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`. Meanwhile, any

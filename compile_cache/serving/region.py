@@ -90,8 +90,9 @@ class Region:
         """Serve calls like this one alike, as long as that is `known`: by the graphs of a case, or by the module's own
         code."""
         moment, state = self._moment, case.state if case is not None else State.EAGER
-        # New code may have arrived since the caller looked, and not be compared on this instance.
-        serves = case is not None and case.standings.get(call[0]) is Standing.SERVES
+        # New code may have arrived since the caller looked: a function, which checks no guards when it is called, or
+        # graphs that are not compared on this instance.
+        serves = case is not None and not case.path and case.standings.get(call[0]) is Standing.SERVES
         known = moment.known.setdefault(call[0], Known())
         if not 0 < len(known) < RECOMPILE_LIMIT:
             known.clear()

@@ -126,7 +126,7 @@ class Regions:
     def name_unused(self) -> None:
         """Report each class that no warm-up called, if there was one. Called at READY."""
         unused = _INSIDE if self._has_met_others else _UNUSED
-        for region in self.by_class.values() if self._has_met_others is not None else ():
+        for region in list(self.by_class.values()) if self._has_met_others is not None else ():
             if not region.served:
                 region.report.explain(unused)
                 log.warning("nothing of %s is compiled: %s", region.report.name, unused)

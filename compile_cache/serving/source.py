@@ -117,14 +117,13 @@ class Source:
         self._hand_over(self._policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
-        is_found = self._report.note_traced(made.traced, started)
+        if self._report.note_traced(made.traced, started) and why_not_found:
+            self._report.explain(f"not precompiled: {why_not_found}")
         self._report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
             self._report.note_made(made)
         elif made.reason:
             self._report.note_not_precompiled(made.reason)
-        if why_not_found and is_found:
-            self._report.explain(f"not precompiled: {why_not_found}")
         return made.function or self._graph(made.traced)
 
     def _traced(self, record: CachedRecord, shadow: Shadow) -> Code:

@@ -166,8 +166,7 @@ def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head
     """
     head = HeadReader(store, rules).read(entry).head
     in_daemon_threads(
-        lambda run: unpack_run(read_pieces(store, entry.name, run.start, run.frame_sizes), run, None),
-        runs(head),
+        lambda run: unpack_run(read_pieces(store, entry.name, run.start, run.frame_sizes), run, None), runs(head)
     )
     return head
 
