@@ -209,8 +209,8 @@ class Boot:
         longer than the code saves in one prediction. In a Cog server that stays (`COMPILE_CACHE_UNSEEN=background`),
         code that is stored for a call of the warm-up is loaded right after READY, and until then such calls are eager.
         If it does not fit then, the second process makes other code. This holds for a class if it is said of all its
-        modules. Code that is not stored is made as always; but a process of one answer makes it only if the rest is
-        stored.
+        modules. Code that is not stored is made as always; but a process of one answer that can compile ahead of time
+        makes it only once something of this version is stored.
         """
         if not self._settings.enabled:
             return
