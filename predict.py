@@ -8,7 +8,8 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Iterator, List, Optional
+from threading import Event
+from typing import TYPE_CHECKING, Any, Iterator, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
@@ -18,6 +19,10 @@ from models.early_weights import EarlyWeights, local_folder
 from models.image.settings import ImageSettings, choose_size, nearest_size, sizes_of
 from models.text.settings import TextSettings
 from warmup import warm_up
+
+if TYPE_CHECKING:
+    from models.image.lora import Lora
+    from models.image.pipeline import ImageInputs
 
 # setup() imports torch and the models after it has started the restore.
 # Cog's server refuses inputs outside the bounds of run()'s signature, and reads only literals there.
@@ -61,26 +66,32 @@ class Predictor(Served):
         settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
         with (
-            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
             EarlyWeights(local_folder(model, revision)) as early,
+            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
         ):
             with self.boot.timed("import"), without_collection():
                 import torch
 
                 early.begin(torch.device("cuda", 0))
+                from models import first_calls
                 from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
 
                 import_pipeline(model, revision)
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
+            self.thread = compile_cache.ModelThread()
             self.boot.preload()
+            self.thread.begin(first_calls.make, self.boot, has_loaded := Event())
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings, early)
+            has_loaded.set()
+            sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
+            self.thread.call(first_calls.note, self.boot, self.model.try_out, self.model.warm_up_inputs(sizes))
             for network, options in self.model.networks():
                 self.boot.compile(network, **options)
-            sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
-            warm_up(self.boot, self.model.try_out, self.model.warm_up_inputs(sizes, self.boot.compiles_in_background))
+            plan = self.model.warm_up_inputs(sizes, self.boot.compiles_in_background)
+            self.thread.call(warm_up, self.boot, self.model.try_out, plan)
         self.files = PictureFiles()
 
     def run(
@@ -177,12 +188,16 @@ class Predictor(Served):
         loras = [Lora(file, scale, shown(name)) for file, (name, scale) in zip(files, asked, strict=True)]
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
-            self.model.loras.use(loras)
-            pictures = (self.model.run(replace(first, seed=seed + number)) for number in range(num_outputs))
-            paths = self.files.save(pictures, output_format, output_quality)
+            paths = self.thread.call(self._draw, first, num_outputs, loras, output_format, output_quality)
         for name, value in {"seed": seed, "image_output_count": num_outputs, **prediction.metrics()}.items():
             self.record_metric(name, value)
         return [Path(path) for path in paths]
+
+    def _draw(self, first: "ImageInputs", number: int, loras: List["Lora"], *file_format: Any) -> List[str]:
+        """The files of pictures with seeds from `first.seed` on."""
+        self.model.loras.use(loras)
+        pictures = (self.model.run(replace(first, seed=first.seed + more)) for more in range(number))
+        return self.files.save(pictures, *file_format)
 
 
 class TextPredictor(Served):
@@ -193,27 +208,33 @@ class TextPredictor(Served):
         settings = TextSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
         with (
-            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
             EarlyWeights(local_folder(model, revision)) as early,
+            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
         ):
             with self.boot.timed("import"), without_collection():
                 import torch
 
                 early.begin(torch.device("cuda", 0))
+                from models import first_calls
                 from models.text.model import TextModel, import_model
                 from models.text.steps import prepare_process
 
                 import_model(model, revision)
+            self.thread = compile_cache.ModelThread()
             self.boot.prepare(prepare_process)
             self.boot.preload()
+            self.thread.begin(first_calls.make, self.boot, has_loaded := Event())
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings, early)
+            has_loaded.set()
+            self.thread.call(first_calls.note, self.boot, self.model.run, self.model.warm_up_inputs())
             # An answer calls the prefill once, so to load its code takes longer than the code saves.
             self.boot.compile(self.model.generator.prefill, whole=True, shares_weights=True, after_ready=True)
             self.boot.compile(self.model.generator.decode, whole=True, shares_weights=True)
-            warm_up(self.boot, self.model.run, self.model.warm_up_inputs())
+            self.thread.call(warm_up, self.boot, self.model.run, self.model.warm_up_inputs())
             with self.boot.timed("record"), self.boot.prediction():  # so what is recorded is not new to the next one
-                self.model.generator.record(self.boot)
+                # Code for prompts that comes after READY would need another recording.
+                self.thread.call(self.model.generator.record, self.boot, prompts=not self.boot.waiting)
 
     @streaming
     def run(
@@ -263,8 +284,8 @@ class TextPredictor(Served):
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
             if prediction.has_new_code:
-                self.model.generator.renew(self.boot)
-            self.model.generator.record(self.boot)
+                self.thread.call(self.model.generator.renew, self.boot)
+            self.thread.call(self.model.generator.record, self.boot)
             prediction.count_from_now()
             answer = self.model.answer(inputs)
             yield from answer

@@ -19,6 +19,7 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import sys
 import time
@@ -50,6 +51,7 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     work = args.store / (new if kind == "run" else "other" if root != ROOT else "this")
     mount = work / "mount"
     mount.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(work / "directory", ignore_errors=True)  # as in a new container
     log, report = new_log(work, kind), work / "report.json"
     report.unlink(missing_ok=True)
     of = "eager" if kind.startswith("eager") else "warm"

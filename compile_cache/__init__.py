@@ -12,8 +12,9 @@ from compile_cache.errors import CompileCacheError
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.lifecycle.boot import Boot, boot
 from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.model_thread import ModelThread
 from compile_cache.settings import VERSION
 
 __version__ = VERSION
 
-__all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "__version__", "boot"]
+__all__ = ["Boot", "BootReport", "CompileCacheError", "CompileCounts", "ModelThread", "__version__", "boot"]

@@ -24,6 +24,9 @@ from compile_cache.timeline import noted
 
 log = logging.getLogger("compile_cache")
 
+# Alone, a restore from a folder takes 0.1 to 0.2 s. Beside imports it takes 1 s, and makes them 0.3 s longer.
+_HEAD_START_S = 0.3
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
@@ -120,6 +123,7 @@ class Restore:
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
         self._fetching.start()
+        self._fetching.done.wait(_HEAD_START_S)
 
     def abandon(self) -> None:
         """Stop fetching."""

@@ -5,6 +5,7 @@ All packs of a key add up.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -296,14 +297,20 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
     if fetched.seeded_from:
         directory.outgoing.plant({path: choice.file.owner for path, choice in fetched.files.items()})
     directory.outgoing.expect(fetched.files)
-    for path, choice in fetched.files.items():
-        staged, target = f"{fetched.folders[choice.pack]}/{path}", f"{directory.path}/{path}"
-        try:
-            os.replace(staged, target)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.replace(staged, target)
+    for folder in filter(os.path.isdir, fetched.folders):
+        _move_into(str(folder), str(directory.path))
     return len(fetched.files)
+
+
+def _move_into(source: str, target: str) -> None:
+    """Move what is in a folder into another one: whole folders where the other one has none of their name."""
+    for name in os.listdir(source):
+        try:
+            os.rename(f"{source}/{name}", f"{target}/{name}")
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _move_into(f"{source}/{name}", f"{target}/{name}")
 
 
 def _unpack(
@@ -316,19 +323,19 @@ def _unpack(
     failed, with their errors."""
     failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
-    def work(task: tuple[StoredPack, list[Run]]) -> None:
-        pack, group = task
+    def work(task: tuple[StoredPack, set[str], list[Run]]) -> None:
+        pack, paths, group = task
         if pack.entry.name in failures:
             return
         sizes = [size_bytes for run in group for size_bytes in run.frame_sizes]
         frames = read_pieces(store, pack.entry.name, group[0].start, sizes, abandoned)
         try:
             for run in group:
-                unpack_run(frames, run, _folder(inbox, pack))
+                unpack_run(frames, run, _folder(inbox, pack), paths)
         except (PackError, StoreError) as error:
             failures[pack.entry.name] = pack, error
 
-    in_daemon_threads(work, [(pack, group) for pack, paths in needed for group in _groups(pack, paths)])
+    in_daemon_threads(work, [(pack, paths, group) for pack, paths in needed for group in _groups(pack, paths)])
     return list(failures.values())
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import numpy
@@ -24,11 +24,13 @@ from PIL import Image
 from torch import nn
 
 from models.early_weights import EarlyWeights, need_no_cast
-from models.image.go_fast import FastLinear, fast_copy, make_fast
 from models.image.lora import Loras
 from models.image.pictures import fit
 from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
 from models.weights import leave_out_foreign_lines, move
+
+if TYPE_CHECKING:
+    from models.image.go_fast import FastLinear
 
 _WARM_UP_STEPS = 2
 # What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take
@@ -138,10 +140,13 @@ class DiffusionModel:
         # The networks that are called once a step, by whether they are fast.
         self.denoisers = {go_fast == "only": self.denoiser}
         self._fast_layers: dict[nn.Parameter, list[FastLinear]] = {}
-        if go_fast == "on":
-            self.denoisers[True], self._fast_layers = fast_copy(self.denoiser)
-        elif go_fast == "only":
-            make_fast(self.denoiser)
+        if go_fast != "off":  # its operators take 0.03 s to import
+            from models.image.go_fast import fast_copy, make_fast
+
+            if go_fast == "on":
+                self.denoisers[True], self._fast_layers = fast_copy(self.denoiser)
+            else:
+                make_fast(self.denoiser)
         self.loras = Loras(pipeline, self._follow)
         # Pixels of one latent, along each side.
         self._vae_scale_factor = int(getattr(pipeline, "vae_scale_factor", 8))

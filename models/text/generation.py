@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from compile_cache import Boot
@@ -85,7 +86,7 @@ class Generator:
         """
         tokens = torch.zeros(1, _LEAST_TOKENS, dtype=torch.long, device=model.device)
         try:
-            with watch_windows() as windows:
+            with watch_windows() as windows, sdpa_kernel(SDPBackend.MATH):  # cuDNN plans each shape for 60 ms
                 places = torch.arange(_LEAST_TOKENS, device=model.device)[None]
                 call_model(model, tokens, places, self._cache, 1)
         except torch.OutOfMemoryError:
@@ -201,9 +202,9 @@ class Generator:
                 self._recordings = {}
 
     @torch.inference_mode()
-    def record(self, counter: Boot | None = None) -> None:
+    def record(self, counter: Boot | None = None, *, prompts: bool = True) -> None:
         """Record the step and the prefill of each bucket as CUDA graphs, if they are not recorded yet. `counter` counts
-        the calls by the code that serves them.
+        the calls by the code that serves them. Without `prompts`, the prefills are left to the next call.
 
         Without a GPU, this does nothing. If the step cannot be recorded, nothing is recorded. If one prefill cannot be
         recorded, no prefill is. Failed recordings are tried again after `renew` has called a step. Call it while no
@@ -214,9 +215,10 @@ class Generator:
         # The last request's values may exceed the smallest bucket, or point behind the end of the cache.
         self._last.zero_()
         self._cache.position.zero_()
-        self._record("prompts", self.buckets, counter)
+        if prompts:
+            self._record("prompts", self.buckets, counter)
         self._record("the decode step", [_DECODE], counter)
-        self._is_to_record = False
+        self._is_to_record = not prompts
 
     def _record(self, what: str, buckets: Sequence[int], counter: Boot | None) -> None:
         if not self._recordings:  # without recordings, there is no memory to share

@@ -22,7 +22,7 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -280,8 +280,9 @@ def runs(head: Head) -> Iterator[Run]:
         yield Run(start, (), rest)  # the empty files at the end
 
 
-def unpack_run(stored: Iterator[bytes], run: Run, folder: Path | None) -> None:
-    """Decompress and verify a run, and write its files below `folder`. Without a folder, only verify.
+def unpack_run(stored: Iterator[bytes], run: Run, folder: Path | None, wanted: Container[str] | None = None) -> None:
+    """Decompress and verify a run, and write its files, or those that are `wanted`, below `folder`. Without a folder,
+    only verify.
 
     `stored` gives the run's frames, as they are stored. Peak memory is a few frames, whatever the pack claims. After a
     failure, the caller must delete the files in `folder`, which is not the cache directory.
@@ -294,7 +295,7 @@ def unpack_run(stored: Iterator[bytes], run: Run, folder: Path | None) -> None:
     rest = memoryview(b"")
     for file in run.files:
         digest, left_bytes = hashlib.sha256(), file.size_bytes
-        with _target(folder, file.path) as target:
+        with _target(folder if wanted is None or file.path in wanted else None, file.path) as target:
             while left_bytes:
                 rest = rest or memoryview(next(contents))
                 part, rest = rest[:left_bytes], rest[left_bytes:]

@@ -1,0 +1,118 @@
+"""Slow first calls are written down by one boot, and made by the next ones while their weights load."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from boots import run_boot, settings
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compile_cache
+from models.first_calls import make_calls, note, slow_calls
+
+PICTURE = torch.zeros(1, 3, 8, 8)
+WEIGHT = torch.zeros(4, 3, 3, 3)
+
+
+@torch.inference_mode()
+def draw(picture: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(1))
+    heads = noise.transpose(1, 2)
+    attention = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    row = torch.zeros(1, 3).expand(4, 3)
+    picked = row[torch.tensor([1, 2])]
+    return torch.cat([functional.conv2d(picture, WEIGHT).flatten(), attention.flatten(), picked.flatten()]).sigmoid()
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are called, with the sizes and strides of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[tuple[torch.Size, tuple[int, ...]]]]] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        self.calls.append((str(operator), [(each.shape, each.stride()) for each in tensors]))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_the_same_operators_are_called_with_zeros_of_the_same_sizes_and_strides():
+    with Seen() as drawn:
+        draw(PICTURE)
+    with Seen() as made:
+        make_calls(slow_calls(draw, [PICTURE], least_s=0.0), threading.Event())
+    for name in ("conv2d.default", "scaled_dot_product_attention.default", "index.Tensor", "cat.default"):
+        assert next(call for call in drawn.calls if call[0] == f"aten.{name}") in made.calls
+
+
+def test_random_calls_and_those_with_objects_are_left_out_and_random_numbers_stay():
+    def draw_noise(_: object) -> None:
+        torch.zeros(3).exponential_()
+        torch.rand(2)
+        torch.randn(2, generator=torch.Generator())
+        draw(PICTURE)
+
+    noted = slow_calls(draw_noise, [None], least_s=0.0)
+    assert not {name for name, *_ in json.loads(noted)} & {"aten.exponential_.default", "aten.randn.generator"}
+    before = torch.get_rng_state()
+    assert make_calls(noted, threading.Event()) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_slow_calls_are_noted_once_each_and_the_slowest_first():
+    assert json.loads(slow_calls(draw, [PICTURE], least_s=100.0)) == []
+    noted = [json.dumps(each) for each in json.loads(slow_calls(draw, [PICTURE, PICTURE], least_s=0.0))]
+    assert len(set(noted)) == len(noted)
+
+
+def test_no_call_is_made_once_the_weights_are_there():
+    loaded = threading.Event()
+    loaded.set()
+    assert make_calls(slow_calls(draw, [PICTURE], least_s=0.0), loaded) == 0
+
+
+@pytest.mark.parametrize("damaged", ["", "{}x", '[["aten.no_such.default", [], {}]]', '[["os.getcwd", [], {}]]'])
+def test_what_is_damaged_is_an_error_that_a_boot_can_do_without(damaged):
+    with pytest.raises(Exception, match=r"."):
+        make_calls(damaged, threading.Event())
+
+
+BOOT = """
+import sys, torch, compile_cache
+with compile_cache.boot("org/model") as boot:
+    path = boot.kept_file("mine.json")
+    print(path and path.exists() and path.read_text())
+    if path and not path.exists():
+        path.write_text("[1]")
+    boot.compile(torch.nn.Linear(2, 2), whole=True)
+boot.wait_published(60)
+"""
+
+
+def test_a_file_that_a_boot_writes_is_stored_and_is_there_in_the_next_one(tmp_path):
+    told = []
+    for variables in ({"publish": "false"}, {}, {}, {"publish": "false"}):
+        done = run_boot(settings(tmp_path, **variables), BOOT, program="run_source")
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout.strip())
+    assert told == ["None", "False", "[1]", "[1]"]
+
+
+def test_without_a_store_no_file_is_kept(tmp_path):
+    with compile_cache.boot("org/model", environ=settings(tmp_path, store="off")) as boot:
+        assert boot.kept_file("mine.json") is None
+
+
+@pytest.mark.gpu
+def test_the_first_boot_on_a_gpu_notes_what_was_slow(tmp_path):
+    model, picture = torch.nn.Conv2d(3, 4, 3).cuda(), torch.zeros(1, 3, 64, 64, device="cuda")
+    with compile_cache.boot("org/model", environ=settings(tmp_path)) as boot:
+        note(boot, model, [picture])
+        path = boot.kept_file("first_calls.json")
+        assert path is not None
+        assert make_calls(path.read_text(), threading.Event()) == len(json.loads(path.read_text()))

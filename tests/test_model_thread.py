@@ -1,0 +1,134 @@
+"""One thread calls the model, whichever thread asks."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from compile_cache import ModelThread
+
+
+class Cancelled(BaseException):
+    """As Cog raises it in a cancelled prediction."""
+
+
+@pytest.fixture
+def model() -> ModelThread:
+    return ModelThread()
+
+
+class Caller(threading.Thread):
+    """Calls `work` on a model's thread until it is cancelled."""
+
+    def __init__(self, model: ModelThread, work: Callable[[], object]) -> None:
+        super().__init__()
+        self._model, self._work = model, work
+        self._has_begun = threading.Event()
+        self.start()
+        assert self._has_begun.wait(30)
+
+    def run(self) -> None:
+        with contextlib.suppress(Cancelled):
+            self._has_begun.set()
+            self._model.call(self._work)
+            while True:  # the cancellation comes later
+                time.sleep(0.0001)
+
+    def cancel(self) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(Cancelled))
+        self.join(30)
+        assert not self.is_alive()
+
+
+def test_all_callers_are_served_by_one_thread_that_is_none_of_theirs(model):
+    with ThreadPoolExecutor(4) as threads:
+        served = list(threads.map(lambda _: model.call(threading.get_ident), range(20)))
+    assert len(set(served)) == 1
+    assert served[0] != threading.get_ident()
+
+
+def test_a_call_may_call_again(model):
+    assert model.call(lambda: model.call(threading.get_ident)) == model.call(threading.get_ident)
+
+
+def test_a_call_has_the_callers_context_its_arguments_and_its_result(model):
+    name = contextvars.ContextVar("name", default="")
+    name.set("prediction 1")
+    assert model.call(lambda *args, **kwargs: (name.get(), args, kwargs), 1, two=2) == (
+        "prediction 1",
+        (1,),
+        {"two": 2},
+    )
+
+
+def test_an_error_reaches_the_caller_and_the_next_call_is_served(model):
+    with pytest.raises(ZeroDivisionError):
+        model.call(lambda: 1 // 0)
+    assert model.call(lambda: 1) == 1
+
+
+def test_an_error_keeps_nothing_of_its_call_alive(model):
+    class Tensor:
+        pass
+
+    def fail() -> None:
+        tensor = Tensor()
+        kept.append(weakref.ref(tensor))
+        raise ValueError
+
+    kept: list[weakref.ref[Tensor]] = []
+    gc.disable()
+    try:
+        with pytest.raises(ValueError):  # noqa: PT011
+            model.call(fail)
+        model.call(int)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_cancellation_ends_the_work_before_the_caller_goes_on(model):
+    began, seen = threading.Event(), []
+
+    def work() -> None:
+        began.set()
+        try:
+            while True:
+                time.sleep(0.001)
+        except Cancelled as error:
+            seen.append(error)
+            raise
+
+    caller = Caller(model, work)
+    assert began.wait(30)
+    caller.cancel()
+    assert len(seen) == 1
+    assert model.call(lambda: "served") == "served"
+
+
+def test_a_cancelled_call_that_waits_is_not_made_and_the_one_before_it_goes_on(model):
+    began, may_end, made = threading.Event(), threading.Event(), []
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(model.call, lambda: (began.set(), may_end.wait(30), "whole")[-1])
+        assert began.wait(30)
+        Caller(model, lambda: made.append(1)).cancel()
+        may_end.set()
+        assert first.result(30) == "whole"
+    model.call(int)
+    assert made == []
+
+
+def test_a_cancellation_at_any_moment_leaves_a_thread_that_serves(model):
+    """Also one that comes just as the work ends."""
+    for number in range(300):
+        Caller(model, lambda length=number * 40: sum(range(length))).cancel()
+        assert model.call(lambda: "served") == "served"
