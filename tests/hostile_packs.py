@@ -349,7 +349,7 @@ TABLE = [
     Hostile("frames without files", at("files")([]), "files do not match its frames in size"),
     Hostile("a frame too short", at("frames", 0, "stored_bytes")(1), "bytes, but its manifest describes"),
     Hostile("too many files", lambda draft: draft.record["files"].extend(draft.record["files"] * 500), "1000 files"),
-    Hostile("too many frames", lambda draft: draft.record["frames"].extend(draft.record["frames"] * 505), "frames al"),
+    Hostile("too many frames", lambda draft: draft.record["frames"].extend(draft.record["frames"] * 505), "its fram"),
     Hostile(
         "too many bytes",
         lambda draft: draft.record.update(
@@ -387,7 +387,7 @@ TABLE = [
         for value in [*_UNPRINTABLE, *long]
     ),
     *(
-        Hostile(f"a value of 200 kB at {place}", at(*place)(value), "has a value of more than 4096 bytes")
+        Hostile(f"a value of 200 kB at {place}", at(*place)(value), f"{_NO_LINE}|not a plain path|{_UNREADABLE}")
         for place in (("creator",), ("files", 0, "path"), ("files", 0, "x"), ("unknown",))
         for value in ("x" * 200_000, [[]] * 60_000)
     ),

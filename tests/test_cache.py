@@ -354,7 +354,6 @@ UNSTORABLE = {
     "a pack's bytes": (LARGE, Limits(size_bytes=3 * MIB), 1),
     "files": (SMALL, Limits(files=10), 20),
     "the manifest": (SMALL, Limits(manifest_bytes=2500), range(1, 25)),
-    "the manifest, not ASCII": ({**SMALL, "größe.so": b""}, Limits(manifest_bytes=6000), range(1, 29)),
 }
 
 

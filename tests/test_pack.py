@@ -46,7 +46,7 @@ def pack_up(folder: Path, files: dict[str, bytes], signer: Signer | None = None)
 
 
 def head_of(pack: Pack) -> Head:
-    return Head(pack.manifest, pack.start, pack.signed_by, pack.weight_bytes)
+    return Head(pack.manifest, pack.start, pack.signed_by, pack.manifest_bytes)
 
 
 def read_whole_head(content: bytes, limits: Limits = LIMITS, trusted: TrustedKeys = ANYBODY) -> Head:

@@ -5,7 +5,6 @@ whole packs are verified.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,8 +27,6 @@ from compile_cache.storage.stores.transfer import in_daemon_threads, read_exactl
 
 # The first read of a pack, which gets the head of most.
 HEAD_READ_BYTES = 256 << 10
-# A longer head waits for its turn: it is read while no other head is unpacked.
-_USUAL_HEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +75,16 @@ def room_beside(limits: Limits, heads: Sequence[Head], size_bytes: int = 0) -> L
     """What is left of the limits beside these packs. `size_bytes` is the size of the files chosen from them, if these
     are chosen already: some files are there twice."""
     files = sum(len(head.manifest.files) for head in heads)
-    weight_bytes = sum(head.weight_bytes for head in heads)
-    return Limits(limits.size_bytes - size_bytes, limits.files - files, limits.manifest_bytes - weight_bytes)
+    manifest_bytes = sum(head.manifest_bytes for head in heads)
+    return Limits(limits.size_bytes - size_bytes, limits.files - files, limits.manifest_bytes - manifest_bytes)
 
 
 class HeadReader:
     """Reads heads. All heads together may have no more files, and no longer manifests, than the limits allow for one
     pack.
 
-    Several threads may read. They fetch usual heads in parallel, but read a longer one, unpack and check one at a time.
-    So memory holds one unpacked manifest, and the files of the usable packs.
+    Several threads may read. They fetch heads in parallel, but unpack and check one at a time. So memory holds one
+    unpacked manifest, and the files of the usable packs.
     """
 
     def __init__(self, store: ReadableStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
@@ -111,17 +108,14 @@ class HeadReader:
             raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
         content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes), abandoned)
         end = min(parse_header(content, limits).end, entry.size_bytes)
-        if len(content) < end <= _USUAL_HEAD_BYTES:
+        if len(content) < end:
             content += read_exactly(self._store, entry.name, len(content), end - len(content), abandoned)
         folder, _, name = entry.name.rpartition("/")
         with self._turn:
-            if len(content) < end:
-                content = read_exactly(self._store, entry.name, 0, end, abandoned)
             try:
                 head = read_head(content, name, self.room, self._rules.trusted)
-            except PackError as error:
-                traceback.clear_frames(error.__traceback__)  # they would keep the head in memory
-                if not isinstance(error, ManifestTooLarge) or self.room == limits:
+            except ManifestTooLarge as error:
+                if self.room == limits:
                     raise
                 raise TooManyPacks(f"the other packs of its key leave no room for it: {error}") from error
             if head.stored_bytes != entry.size_bytes:

@@ -40,7 +40,6 @@ from compile_cache.storage.pack.manifest import (
     Manifest,
     PackFile,
     parse_manifest,
-    weight_of,
 )
 from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, TrustedKeys
 
@@ -75,12 +74,12 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Head:
     """A pack's head: its verified manifest, the offset of its first frame, and the public key that signed it, if any.
-    `weight_bytes` is an upper bound for the memory of the manifest's texts."""
+    `manifest_bytes` is the length of the unpacked manifest."""
 
     manifest: Manifest
     start: int
     signed_by: str | None = None
-    weight_bytes: int = 0
+    manifest_bytes: int = 0
 
     @property
     def stored_bytes(self) -> int:
@@ -140,7 +139,7 @@ def write_pack(
             body.seek(0)
             shutil.copyfileobj(body, file, FRAME_BYTES)
     signed_by = signer.public_key if signer else None
-    return Pack(manifest, len(head), signed_by, weight_of(text), local=folder / name)
+    return Pack(manifest, len(head), signed_by, len(text), local=folder / name)
 
 
 def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackFile], list[Frame]]:
@@ -243,10 +242,7 @@ def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -
     signed_by = trusted.verify(named, content[header.end - length : header.end])
     text = bytearray(header.manifest_bytes)
     _unpack_manifest(named[HEADER_BYTES:], text)
-    weight_bytes = weight_of(text)
-    if weight_bytes > limits.manifest_bytes:
-        raise ManifestTooLarge(f"its manifest takes more than the {limits.manifest_bytes} bytes of memory allowed")
-    return Head(parse_manifest(text, limits), header.end, signed_by, weight_bytes)
+    return Head(parse_manifest(text, limits), header.end, signed_by, len(text))
 
 
 def _unpack_manifest(stored: memoryview, text: bytearray) -> None:
