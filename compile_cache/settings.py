@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from compile_cache.errors import SettingsError
 
@@ -24,7 +24,8 @@ _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a boot. The defaults suit `cog run` in a project folder."""
+    """The settings of a boot. The defaults suit `cog run` in a project folder. A variable's text is read by the type of
+    its field."""
 
     store: str = ".compile-cache"
     layers: tuple[str, ...] = field(default=(), repr=False)  # a mirror's URL may have a password
@@ -33,12 +34,14 @@ class Settings:
     dir: str = "/tmp/compile-cache"
     model_name: str | None = None
     model_version: str | None = None
-    scope: str = "regional"
-    mode: str = "default"
+    scope: Literal["regional", "whole", "off"] = "regional"
+    # torch.compile's CUDA graphs belong to the thread that recorded them. Cog runs setup() and each run() on different
+    # threads. Regional compilation also records one graph for each instance.
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     dynamic: bool | None = False
     precompile: bool = True
-    cold_start: str = "auto"
-    unseen: str = "auto"
+    cold_start: Literal["auto", "background", "block"] = "auto"
+    unseen: Literal["auto", "background", "eager", "block", "error"] = "auto"
     setup_budget_s: float | None = None
     leave_eager: tuple[str, ...] = ()
     publish: bool = True
@@ -97,12 +100,13 @@ class Settings:
             SettingsError: a variable is unknown, or a value is invalid. One message names all of them.
         """
         given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value.strip()}
-        known = {PREFIX + setting.name.upper(): setting.name for setting in fields(cls)}
+        kinds = get_type_hints(cls, include_extras=True)
+        known = {PREFIX + name.upper(): name for name in kinds}
         values: dict[str, Any] = {}
         problems = [f"{name} is not a setting; did you mean {_nearest(name, known)}?" for name in given.keys() - known]
         for name in sorted(given.keys() & known.keys()):
             try:
-                values[known[name]] = _PARSERS.get(known[name], str)(given[name].strip())
+                values[known[name]] = _parsed(given[name].strip(), kinds[known[name]])
             except ValueError as error:
                 problems.append(f"{name}={given[name]!r}: {error}")
         try:
@@ -140,55 +144,26 @@ def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     return bool(authority) and not is_refused
 
 
-def _one_of(*choices: str, why: str = "") -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}{why}")
-        return value
+def _parsed(text: str, kind: Any) -> Any:
+    """The value of a variable, of the type of its field.
 
-    return parse
+    Raises:
+        ValueError: it has no such value.
+    """
+    if get_origin(kind) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if (text, kind) == ("auto", bool | None):  # torch.compile's `dynamic=None`: dynamic once a second size appears
+        return None
+    import msgspec  # which takes longer than to import all that a boot begins with
 
-
-def _boolean(value: str) -> bool:
-    if value.lower() not in ("1", "0", "true", "false"):
-        raise ValueError("must be true or false")
-    return value.lower() in ("1", "true")
-
-
-def _dynamic(value: str) -> bool | None:
-    """`auto` is torch.compile's `dynamic=None`: static first, dynamic once a second size appears."""
-    return None if value == "auto" else _boolean(value)
-
-
-def _seconds(value: str) -> float:
-    seconds = float(value)
-    if not 0 <= seconds < 86_400:
+    try:
+        value = msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError as error:
+        choices = f"; give one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        raise ValueError(f"{error}{choices}") from error
+    if isinstance(value, float) and not 0 <= value < 86_400:
         raise ValueError("must be seconds between 0 and 86400")
-    return seconds
-
-
-def _list(value: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-# All other settings are texts.
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "layers": _list,
-    "trusted_keys": _list,
-    "scope": _one_of("regional", "whole", "off"),
-    # torch.compile's CUDA graphs belong to the thread that recorded them. Cog runs setup() and each run() on different
-    # threads. Regional compilation also records one graph for each instance.
-    "mode": _one_of("default", "max-autotune-no-cudagraphs", why=": CUDA graphs are recorded by every thread anew"),
-    "dynamic": _dynamic,
-    "precompile": _boolean,
-    "cold_start": _one_of("auto", "background", "block"),
-    "unseen": _one_of("auto", "background", "eager", "block", "error"),
-    "setup_budget_s": _seconds,
-    "leave_eager": _list,
-    "publish": _boolean,
-    "restore_timeout_s": _seconds,
-    "exit_budget_s": _seconds,
-}
+    return value
 
 
 def _nearest(name: str, known: Mapping[str, str]) -> str:

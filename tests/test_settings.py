@@ -56,18 +56,21 @@ GOOD = [
     ("EXIT_BUDGET_S", "0", 0.0),
     ("REPORT", "/tmp/report.json", "/tmp/report.json"),
 ]
-OTHER_MODES = "must be one of default, max-autotune-no-cudagraphs: CUDA graphs are recorded by every thread anew"
+OTHER_MODES = "give one of default, max-autotune-no-cudagraphs"
 BAD = [
-    ("SCOPE", "regionl", "must be one of regional, whole, off"),
-    ("MODE", "fast", "must be one of default"),
-    *(("MODE", mode, f"{PREFIX}MODE={mode!r}: {OTHER_MODES}") for mode in ("reduce-overhead", "max-autotune")),
-    ("DYNAMIC", "maybe", "must be true or false"),
-    ("PRECOMPILE", "auto", "must be true or false"),
-    ("COLD_START", "warm", "must be one of auto, background, block"),
-    ("UNSEEN", "refuse", "must be one of auto, background, eager, block, error"),
+    ("SCOPE", "regionl", "give one of regional, whole, off"),
+    ("MODE", "fast", "give one of default"),
+    *(
+        ("MODE", mode, f"{PREFIX}MODE={mode!r}: Invalid enum value {mode!r}; {OTHER_MODES}")
+        for mode in ("reduce-overhead", "max-autotune")
+    ),
+    ("DYNAMIC", "maybe", "Expected `bool"),
+    ("PRECOMPILE", "auto", "Expected `bool"),
+    ("COLD_START", "warm", "give one of auto, background, block"),
+    ("UNSEEN", "refuse", "give one of auto, background, eager, block, error"),
     ("SETUP_BUDGET_S", "-1", "must be seconds between 0 and 86400"),
     ("SETUP_BUDGET_S", "5m", "5m"),
-    ("PUBLISH", "yes please", "must be true or false"),
+    ("PUBLISH", "yes please", "Expected `bool"),
     ("RESTORE_TIMEOUT_S", "soon", "soon"),
     ("RESTORE_TIMEOUT_S", "-1", "must be seconds between 0 and 86400"),
     ("RESTORE_TIMEOUT_S", "nan", "must be seconds between 0 and 86400"),
