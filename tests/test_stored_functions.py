@@ -196,7 +196,6 @@ def of_version(package: str) -> types.ModuleType:
 PACKAGES = ("diffusers", "transformers", "triton")
 # What is patched meanwhile, the settings, and the inputs.
 OTHERS = {
-    "torch": (mock.patch.object(torch, "__version__", "2.13.1"), Settings(), tensor()),
     **{name: (mock.patch.dict(sys.modules, {name: of_version(name)}), Settings(), tensor()) for name in PACKAGES},
     "an option of Inductor's": (torch._inductor.config.patch(epilogue_fusion=False), Settings(), tensor()),
     "dynamic shapes": (nullcontext(), Settings(dynamic=True), tensor()),

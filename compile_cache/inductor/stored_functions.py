@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import platform
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
@@ -344,7 +342,6 @@ def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> 
 
 
 def versions() -> Mapping[str, str]:
-    """The versions of everything that decides how a model is traced and compiled."""
-    packages = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}
-    python = f"{platform.python_implementation()} {platform.python_version()}"
-    return {**packages, "torch": str(torch.__version__), "python": python}
+    """The versions of the packages that decide how a model is traced. Those of torch and Python are in the
+    environment's key."""
+    return {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}
