@@ -13,20 +13,21 @@ import gc
 import json
 import logging
 import os
+import pickle
 import re
 import resource
 import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady, causes
 from compile_cache.importable import find
@@ -34,6 +35,8 @@ from compile_cache.importable import find
 log = logging.getLogger("compile_cache")
 
 Handler = Callable[[bytes], bytes]
+# An answer's bytes, or the arguments of `OrderFailed`.
+Answer = bytes | dict[str, Any]
 
 # This sets the server's import path first, because compile_cache itself may be on that path only.
 _PROGRAM = """\
@@ -60,10 +63,6 @@ _OF_PROCESS = re.compile(
     "MemoryError|out of memory|(can't|cannot) allocate memory|(CUDA|HIP)( driver)? error|(CUDNN|CUBLAS)_STATUS",
     re.IGNORECASE,
 )
-# Of a message: whether it is an error, and the length of its body.
-_HEADER = struct.Struct("!BQ")
-# The most bytes of one read. Memory grows as bytes arrive, whatever length a header claims.
-_CHUNK_BYTES = 1 << 20
 
 
 class CompilingProcess:
@@ -81,10 +80,9 @@ class CompilingProcess:
         than 8 MiB is emptied.
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
-        # Sent with the first order, which follows at once.
-        self._unsent = encode(handler.encode() + b"\0" + setup)
+        self._setup = handler, setup  # sent before the first order
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            self._channel, its_channel = socket.socketpair()
+            self._channel, its_channel = Pipe()
             ours.enter_context(self._channel)
             theirs.enter_context(its_channel)
             watched, held = os.pipe()
@@ -126,16 +124,17 @@ class CompilingProcess:
             try:
                 if self._is_ready:
                     self._log_start = self._bound_log()
-                is_error, body = self._exchange(order, timeout_s)
+                answer = self._exchange(order, time.monotonic() + timeout_s)
             except TimeoutError:
                 self.stop()
                 late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
                 raise self._death(late) from None
-            except (EOFError, OSError, ValueError) as error:
+            # The child is gone, `stop` has closed the files (ValueError), or no message came.
+            except (EOFError, OSError, ValueError, OverflowError, pickle.UnpicklingError) as error:
                 raise self._stop_dead() from error
-        if is_error:
-            raise OrderFailed(**json.loads(body))
-        return body
+        if isinstance(answer, dict):
+            raise OrderFailed(**answer)
+        return answer
 
     def stop(self) -> None:
         """Kill the child and its process group, and reap it. Does nothing the second time, or in a fork."""
@@ -163,34 +162,29 @@ class CompilingProcess:
                 self._child.pid,
             )
 
-    def _exchange(self, order: bytes, timeout_s: float) -> tuple[bool, bytes]:
-        """Whether the answer is an error, and the answer. Raises `TimeoutError` after that time; `EOFError` or an
-        `OSError` when the child is gone."""
-        deadline = time.monotonic() + timeout_s
-        self._channel.settimeout(timeout_s)
-        self._channel.sendall(self._unsent + encode(order), socket.MSG_NOSIGNAL)
-        self._unsent = b""
+    def _exchange(self, order: bytes, deadline: float) -> Answer:
+        """The answer to an order. Nothing is sent before the child waits for it, so sending takes no time.
+
+        Raises `TimeoutError` after the deadline; `EOFError` or an `OSError` when the child is gone.
+        """
         if not self._is_ready:
-            is_error, body = self._read(deadline)
-            if is_error:
+            self._channel.send(self._setup)
+            if failure := self._receive(deadline):
                 self.stop()
-                told = OrderFailed(**json.loads(body))
-                raise ProcessNotReady(f"The compiling process could not prepare itself: {told}. See {self._log}.")
+                reason = OrderFailed(**failure)
+                raise ProcessNotReady(f"The compiling process could not prepare itself: {reason}. See {self._log}.")
             self._is_ready = True
-        return self._read(deadline)
+        self._channel.send(order)
+        answer: Answer = self._receive(deadline)
+        return answer
 
-    def _read(self, deadline: float) -> tuple[bool, bytes]:
-        return read_message(lambda most: self._receive(most, deadline))
-
-    def _receive(self, most: int, deadline: float) -> bytes:
-        """Up to `most` bytes, once there are some before the deadline or the child's end."""
+    def _receive(self, deadline: float) -> Any:
+        """The next message, if it begins before the deadline and the child's end."""
         while (remaining_s := deadline - time.monotonic()) > 0:
-            self._channel.settimeout(min(_LOOK_S, remaining_s))
-            try:
-                return self._channel.recv(most)
-            except TimeoutError:
-                if not self.is_alive:
-                    raise EOFError("the process has ended") from None
+            if self._channel.poll(min(_LOOK_S, remaining_s)):
+                return self._channel.recv()
+            if not self.is_alive:
+                raise EOFError("the process has ended")
         raise TimeoutError
 
     def _stop_dead(self) -> ProcessDied:
@@ -263,59 +257,56 @@ def main() -> None:
     _give_way()
     faulthandler.enable()
     with contextlib.suppress(EOFError, OSError):
-        _serve(socket.socket(fileno=channel))
+        _serve(Connection(channel))
     _end_group()
 
 
-def _serve(channel: socket.socket) -> None:
-    """Answer the setup, and then each order. Raises `EOFError` or `OSError` when the server has hung up."""
-    _, setup = read_message(channel.recv)
+def _serve(channel: Connection) -> None:
+    """Answer the setup, with nothing or why it failed, and then each order. Raises `EOFError` or `OSError` when the
+    server has hung up."""
     try:
-        handler = _handler(setup)
+        handler = _handler(*channel.recv())
     except BaseException as error:
-        channel.sendall(_failure(error))
-        while True:  # until the server has read the message: it may still be sending an order
-            read_message(channel.recv)
-    channel.sendall(encode(b""))
+        channel.send(_failure(error))
+        return
+    channel.send(None)
     while True:
-        channel.sendall(_answer(handler, read_message(channel.recv)[1]))
+        channel.send(_answer(handler, channel.recv()))
         gc.collect()  # a process that waits for its next order should not hold the last one's memory
 
 
-def _handler(setup: bytes) -> Handler:
+def _handler(name: str, setup: bytes) -> Handler:
     """The handler. What its imports make stays, so garbage collections need not look at it, now and after each
     order."""
-    name, _, argument = setup.partition(b"\0")
     gc.disable()
     try:
-        handler: Handler = find(name.decode())(argument)
+        handler: Handler = find(name)(setup)
         return handler
     finally:
         gc.freeze()
         gc.enable()
 
 
-def _answer(handler: Handler, order: bytes) -> bytes:
-    """The encoded answer. The process goes on after any error of an order, `SystemExit` included."""
+def _answer(handler: Handler, order: bytes) -> Answer:
+    """The answer. The process goes on after any error of an order, `SystemExit` included."""
     try:
-        return encode(handler(order))
+        return handler(order)
     except BaseException as error:
         return _failure(error)
 
 
-def _failure(error: BaseException) -> bytes:
-    """The message that tells the server of an error: the arguments of `OrderFailed`. The traceback goes to the log."""
+def _failure(error: BaseException) -> dict[str, Any]:
+    """What tells the server of an error: the arguments of `OrderFailed`. The traceback goes to the log."""
     with contextlib.suppress(OSError):  # a full disk
         traceback.print_exception(error)
     chain = [f"{type(link).__name__}: {link}" for link in causes(error)]
     module = type(error).__module__
     name = type(error).__qualname__
-    told = {
+    return {
         "error_type": name if module == "builtins" else f"{module}.{name}",
         "message": " ".join(str(error).split())[:_MOST_CHARACTERS],
         "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
     }
-    return encode(json.dumps(told).encode(), is_error=True)
 
 
 def _give_way() -> None:
@@ -384,30 +375,3 @@ def _end_group() -> NoReturn:
     """Kill every process of the group. This process is one of them."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)  # not reached: SIGKILL cannot be held back
-
-
-def encode(body: bytes, is_error: bool = False) -> bytes:
-    """A message's bytes. The first message of the server is the setup: the handler's name, a zero byte and its
-    argument. Each other message is an order. The process answers each with an answer or an error."""
-    return _HEADER.pack(is_error, len(body)) + body
-
-
-def read_message(receive: Callable[[int], bytes]) -> tuple[bool, bytes]:
-    """Whether the next message is an error, and its body. `receive(n)` returns 1 to n bytes, and none at the end.
-
-    Raises `EOFError` if the other side has ended, `ValueError` if the bytes are no message.
-    """
-    is_error, size_bytes = _HEADER.unpack(_read(receive, _HEADER.size))
-    if is_error > 1:
-        raise ValueError("these bytes are no message")
-    return bool(is_error), _read(receive, size_bytes)
-
-
-def _read(receive: Callable[[int], bytes], size_bytes: int) -> bytes:
-    content = bytearray()
-    while len(content) < size_bytes:
-        chunk = receive(min(size_bytes - len(content), _CHUNK_BYTES))
-        if not chunk:
-            raise EOFError("the other side has ended")
-        content += chunk
-    return bytes(content)
