@@ -146,7 +146,6 @@ class BootReport:
         return [
             *self.restore.lines(),
             *(_region_line(region) for region in self.regions),
-            *(f"warning: {_slower_line(region)}" for region in self.regions if region.is_slower),
             f"precompiled: {counts.precompiled_loaded} loaded, {counts.precompiled_made} made; "
             f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
             f"{counts.benchmarks} benchmarks",
@@ -173,10 +172,5 @@ class BootReport:
 def _region_line(region: RegionReport) -> str:
     error = "" if region.relative_error is None else f", differs from eager by {region.relative_error:.1e}"
     reason = f" ({region.reason})" if region.reason else ""
-    speed = "" if region.speedup is None or region.is_slower else f", {region.speedup:.2f} x eager's speed"
+    speed = "" if region.speedup is None else f", {region.speedup:.2f} x eager's speed"
     return f"region {region.name} x{region.instances}: {region.step}{reason}, {region.compile_s:.2f} s{error}{speed}"
-
-
-def _slower_line(region: RegionReport) -> str:
-    times = f"a compiled call takes {region.compiled_ms:.3f} ms, an eager one {region.eager_ms:.3f} ms"
-    return f"{region.name} is slower compiled: {times}. COMPILE_CACHE_LEAVE_EAGER={region.name} leaves it eager."
