@@ -337,8 +337,8 @@ def report(
 ) -> None:
     """Write one page of HTML: the boots of reports as timelines, and their history.
 
-    A boot writes its report to the file that `COMPILE_CACHE_REPORT` names. The page shows the newest 500, loads nothing
-    and runs no script.
+    A boot writes its report to the file that `COMPILE_CACHE_REPORT` names. The page loads nothing and runs no
+    script.
 
     Its lanes: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is the warm-up's work;
     `preload` loads functions; `restore` fetches; `publish` stores; `second process` compiles after READY.

@@ -16,7 +16,6 @@ from compile_cache.files import replacing
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.timeline import MOST_SPANS, Span
 
-_MOST_REPORTS = 500
 # In the order of a boot.
 _LANES = ("setup", "regions", "preload", "restore", "publish", "second process")
 
@@ -50,16 +49,13 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
         CompileCacheError: a report cannot be read, or `output` is one of these.
         OSError: the file cannot be written.
     """
-    found = find_reports(paths)
-    reports = found[:_MOST_REPORTS]
+    reports = find_reports(paths)
     if output.exists() and not output.is_file():
         raise CompileCacheError(f"{output} is {'a folder' if output.is_dir() else 'not a regular file'}: give a file")
     if output.exists() and _is_meant_as_report(output):
         raise CompileCacheError(f"{output} is a boot report: give another file")
     with replacing(output) as file:
         file.write(page_of(reports, time.time()).encode())
-    if len(found) > _MOST_REPORTS:
-        out.print_note(f"older reports that are left out: {len(found) - _MOST_REPORTS}")
     out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}")
 
 
