@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Catalog, Version, catalog_of
-from compile_cache.storage.prune import Removal, apply_prune, plan_prune, remove_version
+from compile_cache.storage.prune import Removal, apply_prune, plan_prune
 from compile_cache.storage.stores.base import StoredObject
 
 NOW_S = 2_000_000_000.0
@@ -131,19 +131,6 @@ def test_a_record_goes_with_the_last_version_of_its_environment_and_objects_of_o
     store = Memory(entries)
     apply_prune(store, plan(MONTH, *entries))
     assert list(store.entries.values()) == ([record, *stays] if record_stays else stays)
-
-
-def test_a_version_is_removed_with_what_is_published_meanwhile():
-    class Published(Memory):
-        def delete(self, name: str) -> None:
-            super().delete(name)
-            if len(self.deleted) < 3:
-                late = pack("1", 10 + len(self.deleted), 0)
-                self.entries[late.name] = late
-
-    store = Published([pack("1", 1, 50), pack("2", 2, 50)])
-    assert len(remove_version(store, CacheKey("e", "m", "1"))) == 3
-    assert list(store.entries) == [pack("2", 2, 50).name]
 
 
 # For any store and any policy.

@@ -23,7 +23,7 @@ from compile_cache.settings import STORE_SCHEMES, Settings, split_url
 from compile_cache.storage.catalog import Catalog, Version, read_catalog, read_record
 from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
-from compile_cache.storage.prune import apply_prune, plan_prune, remove, remove_version
+from compile_cache.storage.prune import apply_prune, plan_prune, remove
 from compile_cache.storage.rules import PackState, Rules, verify_packs
 from compile_cache.storage.stores.base import LayeredStore, ObjectStore, open_stores
 from compile_cache.storage.stores.local import index_folder
@@ -138,7 +138,7 @@ def _find(catalog: Catalog, text: str) -> Version:
         key = version.key
         name, full = f"{key.model_name}/{key.model_version}", f"{key.environment}/{key.model_name}/{key.model_version}"
         named.append((full, (full, name, key.model_name), version))
-        named += [(e.name, (e.name.rpartition("/")[2],), replace(version, packs=(e,))) for e in version.packs]
+        named += [(e.name, (e.name.rpartition("/")[2],), replace(version, packs=(e,), marks=())) for e in version.packs]
     found = [one for one in named if text.rstrip("/") in (one[0], *one[1])]
     found = found or [one for one in named if text and any(name.startswith(text) for name in one[1])]
     if not found:
@@ -283,17 +283,16 @@ def rm(
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""
     writing = _writing(_open(store)[1])
-    catalog = read_catalog(writing)
-    whole = {version.key: version for version in catalog.versions}
-    due = [_find(catalog, key) for key in keys]
-    out.print_versions(due)
+
+    def find() -> list[Version]:
+        catalog = read_catalog(writing)
+        return [_find(catalog, key) for key in keys]
+
+    out.print_versions(find())
     if not yes:
         typer.confirm(f"Delete them from {writing.location}?", abort=True, err=True)
-    removed = []
-    for version in due:
-        is_whole = version == whole[version.key]
-        removed += remove_version(writing, version.key) if is_whole else remove(writing, version.packs)
-    out.print_removed(writing, removed)
+    due = find()  # again, because containers may have published or merged meanwhile
+    out.print_removed(writing, remove(writing, [entry for version in due for entry in version.objects]))
 
 
 @app.command()

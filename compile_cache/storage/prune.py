@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import RECORD, ROOT, Catalog, Version, read_catalog
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import index_folder
@@ -74,22 +73,6 @@ def apply_prune(store: ObjectStore, plan: Iterable[Removal]) -> list[StoredObjec
             for version in read_catalog(store, planned.key.prefix).versions:  # one, if it is still there
                 if set(version.objects) <= set(planned.objects):
                     yield from version.objects  # if a process ends before the marks, the next plan has them
-
-    return remove(store, due())
-
-
-def remove_version(store: ObjectStore, key: CacheKey) -> list[StoredObject]:
-    """Remove a whole version, with packs that a container publishes or merges meanwhile. Returns the removed objects.
-
-    Raises:
-        StoreError: the store cannot be listed, or refuses to delete.
-    """
-
-    def due() -> Iterator[StoredObject]:
-        gone: set[StoredObject] = set()
-        while new := [e for v in read_catalog(store, key.prefix).versions for e in v.objects if e not in gone]:
-            yield from new
-            gone.update(new)
 
     return remove(store, due())
 
