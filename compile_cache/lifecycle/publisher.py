@@ -138,9 +138,7 @@ class Publisher:
             self._attempt(self._merge, is_upkeep=True)
 
     def _merge(self) -> None:
-        merged = self._publication.merge(_CREATOR)
-        self._report.merged_packs += merged
-        log.info("publish.merged packs=%d", merged)
+        log.info("publish.merged packs=%d", self._publication.merge(_CREATOR))
 
     def _attempt(self, step: Callable[[], None], is_upkeep: bool = False) -> bool:
         """Do `step`, and write the report. A failure costs only the step, and is reported, unless the step is
