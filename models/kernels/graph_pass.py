@@ -18,9 +18,6 @@ from torch.fx import Graph, Node
 from models.kernels import operators
 from models.kernels.operators import MOST_MATRICES
 
-if not hasattr(config, "post_grad_custom_pre_pass"):
-    raise ImportError("torch._inductor.config has no post_grad_custom_pre_pass")
-
 
 def join_operators() -> None:
     """Let torch.compile apply the pass to every graph that the calling thread compiles.

@@ -107,7 +107,7 @@ def join_operators() -> None:
     compiler."""
     try:
         from models.kernels import graph_pass
-    except ImportError as error:  # the module needs private names of torch
+
+        graph_pass.join_operators()
+    except (ImportError, AttributeError) as error:  # the module needs private names of torch
         log.warning("Operators of a step are not joined, so answers are slower: %s", error)
-        return
-    graph_pass.join_operators()
