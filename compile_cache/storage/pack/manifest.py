@@ -41,11 +41,6 @@ class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     owner: str = ""
     executable: bool = False
 
-    def __post_init__(self) -> None:
-        """Keep the text of most files once in memory: their key is their path."""
-        if self.key == self.path:
-            msgspec.structs.force_setattr(self, "key", self.path)
-
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One zstd frame: its length in the pack, and its unpacked length of at most 1 MiB."""
