@@ -255,9 +255,9 @@ def test_a_bad_index_is_a_store_error_that_says_where_it_is(folder, served, inde
 def test_an_index_that_is_too_large_is_read_no_further(folder):
     with (folder / "index.json").open("wb") as file:
         file.truncate(4 * MOST_INDEX_BYTES)
-    with serving_folder(folder, ranges=True) as served, pytest.raises(StoreError, match=f"than {MOST_INDEX_BYTES}"):
+    with serving_folder(folder, ranges=True) as served, pytest.raises(StoreError, match="make it again"):
         open_url(served.url).list("")
-    assert served.sent_bytes == MOST_INDEX_BYTES + 1
+    assert served.sent_bytes == MOST_INDEX_BYTES
 
 
 @pytest.mark.parametrize("url", ["https://user:secret@host/packs", "http://user:s/ecret@host/packs/"])
