@@ -165,7 +165,7 @@ def test_a_target_that_fails_ends_the_copy_and_has_nothing_half_written(source, 
 # What changes meanwhile.
 
 
-def test_a_pack_merged_meanwhile_is_replaced_by_what_it_was_merged_into(tmp_path, source, target, key):
+def test_a_pack_merged_meanwhile_is_named_and_the_next_copy_has_what_it_was_merged_into(tmp_path, source, target, key):
     kept, first, second = (put_pack(source, key, {name: name.encode()}) for name in "0ab")
     merged: list[str] = []
 
@@ -176,9 +176,10 @@ def test_a_pack_merged_meanwhile_is_replaced_by_what_it_was_merged_into(tmp_path
                 source.delete(old)
 
     copied = copy(Watched(tmp_path / "source", read=merge), target)
-    assert copied.refused == {}
+    assert (copied.packs.keys(), copied.refused.keys()) == ({kept, first}, {second})
+    assert copied.refused[second].is_final is False
+    assert copy(source, target).packs.keys() == {*merged}
     assert {entry.name for entry in target.list("")} == {kept, first, *merged}
-    assert copied.packs.keys() == {kept, first, *merged}
 
 
 def test_a_store_where_packs_vanish_all_the_time_is_given_up(tmp_path, source, target, key):

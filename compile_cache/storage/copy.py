@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError
+from compile_cache.errors import PackError, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import ROOT, read_catalog, read_record
 from compile_cache.storage.rules import HeadReader, Rules, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import READ_BYTES
-
-_MOST_LISTINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ def copy_versions(
     """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
     Each pack is read into a temporary folder and verified there; then `target` gets it in one put. So an interrupted
-    copy leaves only whole and sound packs, and the next copy goes on from there. If packs are merged meanwhile, the
-    source is listed again.
+    copy leaves only whole and sound packs, and the next copy goes on from there. A pack that is merged meanwhile is
+    refused; the next copy has what it was merged into.
 
     Raises:
         StoreError: a store cannot be listed, a record cannot be read, or `target` cannot be written.
@@ -43,35 +41,27 @@ def copy_versions(
     """
     copied = Copied()
     there = {(entry.name, entry.size_bytes) for entry in target.list(ROOT)}
-    for _ in range(_MOST_LISTINGS):
-        catalog = read_catalog(source)
-        versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
-        # The oldest first, so that `target` lists them in the same order.
-        done = copied.packs.keys() | copied.refused.keys()
-        packs = [pack for version in versions for pack in version.packs if pack.name not in done]
-        vanished: dict[str, RefusedPack] = {}
-        for pack in packs:
-            if (pack.name, pack.size_bytes) in there:
-                copied.present[pack.name] = pack
+    catalog = read_catalog(source)
+    versions = [version for version in catalog.versions if version.packs and is_wanted(version.key)]
+    # The oldest first, so that `target` lists them in the same order.
+    for pack in [pack for version in versions for pack in version.packs]:
+        if (pack.name, pack.size_bytes) in there:
+            copied.present[pack.name] = pack
+            continue
+        with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
+            try:
+                local = _read_verified(source, pack, Path(folder), rules)
+            except (PackError, StoreError) as error:
+                copied.refused[pack.name] = RefusedPack.after(pack.name, error)
                 continue
-            with tempfile.TemporaryDirectory(prefix="compile-cache-") as folder:
-                try:
-                    local = _read_verified(source, pack, Path(folder), rules)
-                except (PackError, StoreError) as error:
-                    failed = vanished if isinstance(error, ObjectNotFound) else copied.refused
-                    failed[pack.name] = RefusedPack.after(pack.name, error)
-                    continue
-                target.put(pack.name, local)
-            copied.packs[pack.name] = pack
-        if not vanished:
-            break
+            target.put(pack.name, local)
+        copied.packs[pack.name] = pack
     for digest in sorted({version.key.environment for version in versions} & catalog.records.keys()):
         record = catalog.records[digest]
         if (record.name, record.size_bytes) not in there:
             found = read_record(source, catalog, digest)
             if found is not None:  # else it is forged
                 target.put(record.name, found.to_json().encode())
-    copied.refused.update(vanished)
     return copied
 
 
