@@ -445,7 +445,7 @@ def test_gradients_are_recorded_as_in_eager(restart):
 def test_call_that_records_gradients_is_told_what_to_do(made):
     call = build(Block), (torch.ones(4, blocks.SIZE),), {}
     with torch.enable_grad():
-        reason = loaded(made).find(CallSpec.of(*call), *call)
+        reason = loaded(made).find(CallSpec.of(*call), call)
     assert "torch.inference_mode()" in reason
 
 

@@ -178,7 +178,7 @@ def test_a_step_with_joined_operators_is_cached_and_precompiled():
             torch.testing.assert_close(torch.compile(step, fullgraph=True)(token), expected)
         assert counters["inductor"]["fxgraph_cache_hit"] - before["fxgraph_cache_hit"] == 1
         configure_torch()
-        loaded = Precompiled("", *compile_ahead(step, (token,), {}, "default", False, ""))
+        loaded = Precompiled("", *compile_ahead((step, (token,), {}), "default", False, ""))
         assert loaded.misfit(step, (token,), {}) == ""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             torch.testing.assert_close(loaded(step, (token,), {}), expected)

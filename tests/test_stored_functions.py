@@ -236,7 +236,7 @@ def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(re
     module = build(Cheating)
     monkeypatch.setitem(blocks.CHEATS, "now", True)
     with torch.inference_mode():
-        wrong, _ = loaded(restart).make(module, (tensor(),), {})
+        wrong, _ = loaded(restart).make((module, (tensor(),), {}))
     monkeypatch.setitem(blocks.CHEATS, "now", False)
     compiler = boot(restart, module)
     expected = eager(build(Cheating), tensor())
@@ -315,13 +315,13 @@ def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced
     call = build(Breaking), (tensor(),), {}
     for number in range(8):
         artifacts = Artifacts(Settings(), directory.path)
-        path = artifacts.write_cached(*call, 1.5, f"reason {number}")
-        if record := artifacts.cached(CallSpec.of(*call), *call):
+        path = artifacts.write_cached(call, 1.5, f"reason {number}")
+        if record := artifacts.cached(CallSpec.of(*call), call):
             found.append((record.path == path, record.reason))
             artifacts.reject(path, "a stored graph was not found")
-            assert artifacts.cached(CallSpec.of(*call), *call) is None
+            assert artifacts.cached(CallSpec.of(*call), call) is None
     with pytest.raises(ArtifactError, match="others in each boot"):
-        artifacts.write_cached(*call, 1.5, "again")
+        artifacts.write_cached(call, 1.5, "again")
     assert found == [(True, f"reason {number}") for number in range(7)]
 
 

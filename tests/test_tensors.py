@@ -144,7 +144,7 @@ def test_code_made_there_serves_the_module_here(kind, device, buffer_bytes, dire
     assert span_bytes(*weights) <= buffer_bytes
     assert device == "cpu" or all(0 < weight.std() < 1 for weight in weights), "tuning needs random bits"
     with torch.inference_mode():
-        assert not isinstance(made_there := loaded(directory).make(made, (there,), {}), str), made_there
+        assert not isinstance(made_there := loaded(directory).make((made, (there,), {})), str), made_there
     function = find(directory, module, x)
     assert not isinstance(function, str), function
     with torch.inference_mode():

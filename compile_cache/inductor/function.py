@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
+from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Call, Parts, call_region, on_gpu, parts_of, why_eager
 from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
 from compile_cache.importable import find
@@ -147,18 +147,16 @@ class Precompiled:
     try_out = __call__
 
 
-def compile_ahead(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, dynamic: bool | None, salt: str
-) -> tuple[Record, bytes]:
-    """Compile a call of `module` with these inputs. This traces the call, and runs nothing. `salt` names its group.
+def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tuple[Record, bytes]:
+    """Compile a call. This traces the call, and runs nothing. `salt` names its group.
 
     Raises:
         NotPrecompilable: torch refuses, or the compiled code might be wrong in another process.
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
-    recorder = Recorder(on_gpu(module, args, kwargs), salt)
+    recorder = Recorder(on_gpu(*call), salt)
     try:
-        compilation = compile_call((module, args, kwargs), mode, dynamic, recorder)
+        compilation = compile_call(call, mode, dynamic, recorder)
     except NotPrecompilable:
         raise
     except Exception as error:  # torch cannot compile this ahead of time

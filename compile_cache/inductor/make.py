@@ -200,7 +200,7 @@ def make(
         return Answer(traced=traced)
     try:
         with uncounted():
-            path, function = artifacts.make(*_left_open(dynamic, copies()))
+            path, function = artifacts.make(_left_open(dynamic, copies()))
             if misfit := function.misfit(*copies()):
                 artifacts.reject(path, misfit)
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
@@ -224,7 +224,7 @@ def _graphs_made(
     """A call of which graphs alone were made. Its record is written if they were found, or are found now: Inductor
     stores not every graph."""
     why = "torch does not store its graphs" if traced.counts.fxgraph_bypasses else ""
-    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(*copies()), *copies())):
+    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(*copies()), copies())):
         return Answer(record.path, reason, traced=traced)
     try:
         if not serves:
@@ -233,7 +233,7 @@ def _graphs_made(
                 found = trace(Graphs(*graphs.given), copies)
         if not why:
             seconds = traced.tracing_s if serves else found.tracing_s
-            return Answer(artifacts.write_cached(*copies(), seconds, reason), reason, traced=traced)
+            return Answer(artifacts.write_cached(copies(), seconds, reason), reason, traced=traced)
     except (GraphNotStored, ArtifactError) as error:
         why = "torch does not store its graphs" if isinstance(error, GraphNotStored) else str(error)
     return Answer(reason=f"{reason}; {why}", traced=traced)

@@ -19,10 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
-from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec, on_gpu
 from compile_cache.errors import ArtifactError, NotPrecompilable
 from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest
@@ -141,13 +139,11 @@ class Artifacts:
                 file.write(b"compared with eager on all instances\n")
         return mark
 
-    def cached(
-        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CachedRecord | None:
+    def cached(self, spec: CallSpec, call: Call) -> CachedRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
-            group = self._group(spec, module, args, kwargs, self._dynamic)
+            group = self._group(spec, call, self._dynamic)
             path = self._paths(group.path, CACHED)[-1]
             found = json.loads((self._directory / path).read_bytes())
             if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
@@ -156,16 +152,14 @@ class Artifacts:
         except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
             return None
 
-    def write_cached(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float, reason: str
-    ) -> str:
+    def write_cached(self, call: Call, seconds: float, reason: str) -> str:
         """Write the record of graphs for calls like this, which take `seconds` to trace. Returns its path.
 
         Raises:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
-        group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
+        group = self._group(CallSpec.of(*call), call, self._dynamic)
         number = len(self._paths(group.path, CACHED))  # each came after one that did not hold
         if number == _MOST_CACHED:
             raise ArtifactError("its graphs are others in each boot")
@@ -175,16 +169,14 @@ class Artifacts:
             file.write(json.dumps(record, sort_keys=True).encode())
         return path
 
-    def find(
-        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Precompiled | str:
-        """The function for calls of `module` with inputs like these, after the full check; else why there is none.
+    def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
+        """The function for calls like this, after the full check; else why there is none.
 
         A function for these sizes comes before a function that leaves sizes open.
         """
         reasons: list[str] = []
         try:
-            groups = self._groups(spec, module, args, kwargs)
+            groups = self._groups(spec, call)
         except ArtifactError as error:
             return str(error)
         for group in groups:
@@ -192,34 +184,34 @@ class Artifacts:
                 found = self._found(path)
                 if isinstance(found, str):
                     reasons.append(found)
-                elif misfit := found.misfit(module, args, kwargs):
+                elif misfit := found.misfit(*call):
                     reasons.append(misfit)
                 else:
                     return found
             reasons += filter(None, (self._not_precompilable.get(group.path),))
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs and this code"
 
-    def unloaded(self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The stored functions for calls of `module` with inputs like these. Empty if one of them is loaded or refused,
-        or if graphs are stored for such calls too, which this boot traces.
+    def unloaded(self, spec: CallSpec, call: Call) -> list[str]:
+        """The stored functions for calls like this. Empty if one of them is loaded or refused, or if graphs are stored
+        for such calls too, which this boot traces.
 
         Raises:
             ArtifactError: no function can serve such a call.
         """
-        groups = self._groups(spec, module, args, kwargs)
+        groups = self._groups(spec, call)
         paths = [path for group in groups for path in self._paths(group.path, SUFFIX)]
         is_met = not {*paths}.isdisjoint({*self._functions, *self._ahead, *self._refused})
         return [] if is_met or any(self._paths(group.path, CACHED) for group in groups) else paths
 
-    def _groups(self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Group]:
+    def _groups(self, spec: CallSpec, call: Call) -> list[_Group]:
         """The groups in which functions for a call are stored: those for its sizes come first.
 
         Raises:
             ArtifactError: no function can serve such a call.
         """
-        if reason := why_not_ahead(module):
+        if reason := why_not_ahead(call[0]):
             raise ArtifactError(reason)
-        return [self._group(spec, module, args, kwargs, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
+        return [self._group(spec, call, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
 
     def _found(self, path: str) -> Precompiled | str:
         """A stored function; else why it is not used."""
@@ -231,7 +223,7 @@ class Artifacts:
                 log.info("precompiled.refused artifact=%s reason=%s", path, error)
         return self._refused[path]
 
-    def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Precompiled]:
+    def make(self, call: Call) -> tuple[str, Precompiled]:
         """Compile a call ahead of time, write the artifact, and load it as another boot would. Returns its path too.
         This traces, and runs nothing.
 
@@ -241,16 +233,16 @@ class Artifacts:
             NotPrecompilable, ArtifactError: no function can serve this call in another process.
             OSError: the cache directory cannot be written.
         """
-        if reason := why_not_ahead(module):
+        if reason := why_not_ahead(call[0]):
             raise NotPrecompilable(reason)
-        group = self._group(CallSpec.of(module, args, kwargs), module, args, kwargs, self._dynamic)
+        group = self._group(CallSpec.of(*call), call, self._dynamic)
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         if group.path in self._not_precompilable:
             raise NotPrecompilable(self._not_precompilable[group.path])
         try:
             with self._without_leftovers():
-                record, payload = compile_ahead(module, args, kwargs, self._mode, self._dynamic, group.path)
+                record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
         except NotPrecompilable as error:
             self._not_precompilable[group.path] = str(error)
             raise
@@ -281,9 +273,7 @@ class Artifacts:
         for mark in marks_of(path):
             (self._directory / mark).unlink(missing_ok=True)
 
-    def _group(
-        self, spec: CallSpec, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool | None
-    ) -> _Group:
+    def _group(self, spec: CallSpec, call: Call, dynamic: bool | None) -> _Group:
         """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
 
         Raises:
@@ -295,11 +285,11 @@ class Artifacts:
                 {
                     **self._fixed_key(dynamic),
                     "options": self._options,
-                    "class": class_name(type(module)),
-                    "code": sources_digest(module),
+                    "class": class_name(type(call[0])),
+                    "code": sources_digest(call[0]),
                     "structure": structure_digest(spec.structure),
                     "inputs": spec.stored(with_sizes=dynamic is False),
-                    "switches": describe_switches(switches(on_gpu(module, args, kwargs))),
+                    "switches": describe_switches(switches(on_gpu(*call))),
                 }
             )
         except NotDescribedError as error:

@@ -157,7 +157,7 @@ class Policy:
         if self.artifacts is None or self._settings.unseen != "background" or self._released.is_set():
             return False
         self.configure()
-        paths = attempt(self.artifacts.unloaded, case.spec, *call)
+        paths = attempt(self.artifacts.unloaded, case.spec, call)
         with LOCK:
             if isinstance(paths, Failure) or not paths or self._released.is_set() or not case.move(State.LATE):
                 return False
@@ -201,7 +201,7 @@ class Policy:
         if self.artifacts is None:
             return ""
         self.configure()  # an artifact's name depends on these settings
-        found = attempt(self.artifacts.find, spec, *call)
+        found = attempt(self.artifacts.find, spec, call)
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
@@ -227,7 +227,7 @@ class Policy:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
         if self.artifacts is None or not self.is_warming_up:
             return None
-        record = self.artifacts.cached(spec, *call)
+        record = self.artifacts.cached(spec, call)
         if record is not None:
             self.outgoing.use(record.path, type(call[0]).__name__)
         return record
