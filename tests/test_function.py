@@ -427,7 +427,7 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
     found = find(made, block, tensor())
     with torch.inference_mode(), SWITCHES[switch]():
         assert not found.fits(block, (tensor(),), {})
-        assert switch in found.misfit(block, (tensor(),), {})
+        assert switch in found.misfit((block, (tensor(),), {}))
     assert fits(found, block, tensor())
 
 

@@ -179,7 +179,7 @@ def test_a_step_with_joined_operators_is_cached_and_precompiled():
         assert counters["inductor"]["fxgraph_cache_hit"] - before["fxgraph_cache_hit"] == 1
         configure_torch()
         loaded = Precompiled("", *compile_ahead((step, (token,), {}), "default", False, ""))
-        assert loaded.misfit(step, (token,), {}) == ""
+        assert loaded.misfit((step, (token,), {})) == ""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             torch.testing.assert_close(loaded(step, (token,), {}), expected)
     assert "text::matrix_vectors" in {event.name for event in profiler.events()}

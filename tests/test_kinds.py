@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import CallSpec, top_sizes
+from compile_cache.calls.spec import Call, CallSpec, top_sizes
 from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
 
 
@@ -22,8 +22,8 @@ class Code:
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._fitting(*args)
 
-    def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return "" if self._fitting(*args) else "a guard failed"
+    def misfit(self, call: Call) -> str:
+        return "" if self._fitting(*call[1]) else "a guard failed"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None

@@ -37,7 +37,7 @@ configure_torch()
 inputs = (torch.randn(1, 3, 128),)
 with torch.inference_mode():
     loaded = Precompiled("", *compile_ahead((blocks[0], inputs, {}), "default", False, ""))
-    print(repr(loaded.misfit(blocks[0], inputs, {})))
+    print(repr(loaded.misfit((blocks[0], inputs, {}))))
     print((loaded(blocks[0], inputs, {}) - blocks[0](*inputs)).abs().max().item() < 1e-5)
 """
 

@@ -145,7 +145,7 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
             torch.set_num_threads(threads)
     assert isinstance(found, Precompiled), found
     with torch.inference_mode():
-        assert not found.misfit(block, (tensor(),), {})
+        assert not found.misfit((block, (tensor(),), {}))
         with torch.autocast("cpu", torch.bfloat16):
             assert not found.fits(block, (tensor(),), {})
 

@@ -90,10 +90,11 @@ class Precompiled:
         """The first change in the host, the code and the globals, in words; empty if nothing changed."""
         return self._record.difference() or self._checks.difference()
 
-    def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def misfit(self, call: Call) -> str:
         """Why the function does not fit this call, after the full check; empty if it fits."""
+        module, args, kwargs = call
         inputs = {"module": module, "args": args, "kwargs": kwargs}
-        is_on_gpu, accepted = on_gpu(module, args, kwargs), self._accepted
+        is_on_gpu, accepted = on_gpu(*call), self._accepted
         now = switches(is_on_gpu)
         if accepted and (reason := changed_switches(accepted.switches, now)):
             return reason
@@ -112,7 +113,7 @@ class Precompiled:
         if accepted is None:
             self._accepted = _Accepted(is_on_gpu, now, parts.forwards, overlaps, self._checks.per_call(inputs))
         self._parts[module] = parts
-        return "" if self.fits(module, args, kwargs) else "a constant or a function was replaced"
+        return "" if self.fits(*call) else "a constant or a function was replaced"
 
     def _failed_guard(self, inputs: Mapping[str, Any]) -> str:
         """The guard that refuses a call, in words; empty if none does."""

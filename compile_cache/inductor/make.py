@@ -155,7 +155,7 @@ class Graph:
         """True: torch has the guards, and checks them in the call."""
         return True
 
-    def misfit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def misfit(self, call: Call) -> str:
         """Empty: the call itself finds out."""
         return ""
 
@@ -201,7 +201,7 @@ def make(
     try:
         with uncounted():
             path, function = artifacts.make(_left_open(dynamic, copies()))
-            if misfit := function.misfit(*copies()):
+            if misfit := function.misfit(copies()):
                 artifacts.reject(path, misfit)
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
     except CompileCacheError as error:

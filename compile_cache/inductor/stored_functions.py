@@ -184,7 +184,7 @@ class Artifacts:
                 found = self._found(path)
                 if isinstance(found, str):
                     reasons.append(found)
-                elif misfit := found.misfit(*call):
+                elif misfit := found.misfit(call):
                     reasons.append(misfit)
                 else:
                     return found

@@ -214,7 +214,7 @@ class Case:
         number."""
         is_left_out = self.standings.get(call[0]) is Standing.DOES_NOT_FIT
         if self.code is not None and self._is_function and not is_left_out:
-            return self.code.misfit(*call)
+            return self.code.misfit(call)
         is_open = self.state in (State.NEW, State.CLAIMED, State.ORDERED, State.LATE, State.GROWING)
         is_same = self.spec.numbers == spec.numbers and not is_left_out
         return "" if is_open or is_same else "it is for other calls"

@@ -128,7 +128,7 @@ class Trials:
             self._source.make(case, maker, comparison.pristine)
         code = case.code
         # Of code that was just made, only the copy was asked whether it fits.
-        if code is not None and not (maker and code.misfit(*call)):
+        if code is not None and not (maker and code.misfit(call)):
             self._judge(case, code, call[0], comparison, stays_alone)
         return answer
 
