@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # A server compiles for months: the report keeps the beginning.
-MOST_SPANS = 256
+_MOST_SPANS = 256
 _MOST_BOOTS = 16
 
 
@@ -36,7 +36,7 @@ class Timeline:
     def add(self, lane: str, name: str, began: float, seconds: float | None = None) -> None:
         """Add work that began at `began`, by `time.perf_counter`. If `seconds` is None, it ends now."""
         seconds = time.perf_counter() - began if seconds is None else seconds
-        if len(self.spans) < MOST_SPANS and began >= self._origin:
+        if len(self.spans) < _MOST_SPANS and began >= self._origin:
             self.spans.append(Span(lane, name, began - self._origin, seconds))
 
 

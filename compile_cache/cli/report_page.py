@@ -14,7 +14,7 @@ from compile_cache.cli import printing as out
 from compile_cache.errors import CompileCacheError, first_line
 from compile_cache.files import replacing
 from compile_cache.lifecycle.boot_report import BootReport
-from compile_cache.timeline import MOST_SPANS, Span
+from compile_cache.timeline import Span
 
 # In the order of a boot.
 _LANES = ("setup", "regions", "preload", "restore", "publish", "second process")
@@ -110,9 +110,8 @@ def read_report(path: Path) -> BootReport:
 
 def lanes_of(report: BootReport) -> dict[str, list[list[Span]]]:
     """The report's spans by lane, in rows in which no two overlap."""
-    spans = [Span(s.lane, s.name, max(0.0, s.start_s), max(0.0, s.seconds)) for s in report.spans[:MOST_SPANS]]
     lanes: dict[str, list[list[Span]]] = {lane: [] for lane in _LANES}
-    for span in sorted(spans, key=lambda span: span.start_s):
+    for span in sorted(report.spans, key=lambda span: span.start_s):
         rows = lanes.setdefault(span.lane, [])
         row = next((row for row in rows if row[-1].start_s + row[-1].seconds <= span.start_s + 1e-6), None)
         if row is None:
