@@ -36,7 +36,7 @@ log = logging.getLogger("compile_cache")
 
 Handler = Callable[[bytes], bytes]
 # An answer's bytes, or the arguments of `OrderFailed`.
-Answer = bytes | dict[str, Any]
+_Reply = bytes | dict[str, Any]
 
 # This sets the server's import path first, because compile_cache itself may be on that path only.
 _PROGRAM = """\
@@ -162,7 +162,7 @@ class CompilingProcess:
                 self._child.pid,
             )
 
-    def _exchange(self, order: bytes, deadline: float) -> Answer:
+    def _exchange(self, order: bytes, deadline: float) -> _Reply:
         """The answer to an order. Nothing is sent before the child waits for it, so sending takes no time.
 
         Raises `TimeoutError` after the deadline; `EOFError` or an `OSError` when the child is gone.
@@ -175,7 +175,7 @@ class CompilingProcess:
                 raise ProcessNotReady(f"The compiling process could not prepare itself: {reason}. See {self._log}.")
             self._is_ready = True
         self._channel.send(order)
-        answer: Answer = self._receive(deadline)
+        answer: _Reply = self._receive(deadline)
         return answer
 
     def _receive(self, deadline: float) -> Any:
@@ -287,7 +287,7 @@ def _handler(name: str, setup: bytes) -> Handler:
         gc.enable()
 
 
-def _answer(handler: Handler, order: bytes) -> Answer:
+def _answer(handler: Handler, order: bytes) -> _Reply:
     """The answer. The process goes on after any error of an order, `SystemExit` included."""
     try:
         return handler(order)
