@@ -65,10 +65,8 @@ class Predictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        with (
-            EarlyWeights(local_folder(model, revision)) as early,
-            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
-        ):
+        self.boot = compile_cache.boot(settings.model, sources=SOURCES)
+        with EarlyWeights(local_folder(model, revision)) as early, self.boot:
             with self.boot.timed("import"), without_collection():
                 import torch
 
@@ -207,10 +205,8 @@ class TextPredictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = TextSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        with (
-            EarlyWeights(local_folder(model, revision)) as early,
-            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
-        ):
+        self.boot = compile_cache.boot(settings.model, sources=SOURCES)
+        with EarlyWeights(local_folder(model, revision)) as early, self.boot:
             with self.boot.timed("import"), without_collection():
                 import torch
 

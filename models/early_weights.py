@@ -303,14 +303,20 @@ class EarlyWeights:
     def _run(self, device: torch.device) -> None:
         import torch
 
-        with self._degrading("copy weights and load libraries early"):
+        with self._degrading("copy weights early"):
             if device.type != "cuda":
                 self._copy(device)
             elif torch.cuda.is_available():
                 with torch.cuda.device(device):
                     self._copy(device)
-                    if self._copies:
-                        use_first(device)
+                if self._copies:  # nobody waits for the thread
+                    threading.Thread(target=self._use_first, args=(device,), name="early first uses").start()
+
+    def _use_first(self, device: torch.device) -> None:
+        import torch
+
+        with self._degrading("load libraries early"), torch.cuda.device(device):
+            use_first(device)
 
     def _copy(self, device: torch.device) -> None:
         """Copy all chunks, while the next ones are read, and at most two at a time."""
@@ -417,9 +423,7 @@ def use_first(device: torch.device) -> None:
         functional.linear(tokens, weight)
         functional.linear(exact[:8], exact)
         functional.embedding(torch.zeros(1, 4, device=device, dtype=torch.long), weight)
-        for mask in (None, tokens.new_zeros(1, 64, 512, 512)):
-            functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
-        functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        functional.scaled_dot_product_attention(heads, heads, heads)  # cuDNN plans each kind for each thread
         for each in (picture, picture.float()):
             functional.conv2d(each, each.new_zeros(512, 512, 3, 3), padding=1)
         functional.group_norm(picture, 32)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextvars
-import ctypes
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from queue import SimpleQueue
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,6 +35,8 @@ class ModelThread:
     """
 
     def __init__(self) -> None:
+        from queue import SimpleQueue
+
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
@@ -52,9 +54,11 @@ class ModelThread:
         Raises:
             BaseException: any of `function`.
         """
+        from contextvars import copy_context
+
         if threading.current_thread() is self._thread:
             return function(*args, **kwargs)
-        call = _Call(contextvars.copy_context().run, (function, *args), kwargs)
+        call = _Call(copy_context().run, (function, *args), kwargs)
         try:
             self._calls.put(call)
             while not call.has_ended.wait(_POLL_S):
@@ -121,4 +125,6 @@ class _Call:
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     """Raise `kind` in a thread before its next instruction; None takes back what was not raised yet."""
+    import ctypes
+
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind and ctypes.py_object(kind))

@@ -123,7 +123,10 @@ class Restore:
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
         self._fetching.start()
-        self._fetching.done.wait(_HEAD_START_S)
+
+    def give_start(self) -> None:
+        """Wait until it has ended, or had its start."""
+        self._fetching.done.wait(max(0.0, self._started + _HEAD_START_S - time.monotonic()))
 
     def abandon(self) -> None:
         """Stop fetching."""
