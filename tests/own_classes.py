@@ -138,7 +138,7 @@ def main() -> None:
 
                 boot.compile(block)
                 boot.warm_up(call)
-                for _ in range(4):
+                for _ in range(2):
                     with boot.prediction():
                         call()
                 told[f"{name} {block_class.__name__}"] = [left(value), left(twin)]
