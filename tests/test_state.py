@@ -331,15 +331,15 @@ def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):
 # Functions that a model family has the compiling process call first.
 
 
-def test_preparations_are_called_once_in_order_and_what_they_set_stays():
+def test_preparations_are_called_once_in_order_and_what_they_set_stays(process):
+    """In a process that no later test asks."""
     before = ServerState.take(on_gpu=False).preparations
     for _ in range(2):
         prepare_with(passes.register)
     prepare_with(passes.set_pass)
     state = ServerState.take(on_gpu=False)
     assert state.preparations == (*before, "passes:register", "passes:set_pass")
-    with StateProcess() as process:
-        first, second = (process.ask("make_state", state) for _ in range(2))
+    first, second = (process.ask("make_state", state) for _ in range(2))
     assert second["registered"] == ["registered"]
     with torch._inductor.config.patch(joint_custom_post_pass=passes.Versioned("of the family")):
         assert facts()["digest"] == first["within"]["digest"] == second["before"]["digest"]
