@@ -22,15 +22,17 @@ QUERY, KEY = "transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_k"
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
-    return DiffusionPipeline.from_pretrained(DEMO)
+def loaded() -> tuple[Any, dict[str, torch.Tensor]]:
+    """The pipeline and its weights."""
+    pipeline = DiffusionPipeline.from_pretrained(DEMO)
+    return pipeline, weights(pipeline)
 
 
 @pytest.fixture
 def pipeline(loaded) -> Iterator[Any]:
-    before = weights(loaded)
-    yield loaded
-    for name, weight in loaded.transformer.named_parameters():
+    pipeline, before = loaded
+    yield pipeline
+    for name, weight in pipeline.transformer.named_parameters():
         weight.data.copy_(before[name])
 
 
@@ -39,7 +41,7 @@ def weights(pipeline: Any) -> dict[str, torch.Tensor]:
 
 
 def changed(before: Mapping[str, torch.Tensor], pipeline: Any) -> set[str]:
-    return {name for name, weight in weights(pipeline).items() if not torch.equal(weight, before[name])}
+    return {name for name, weight in pipeline.transformer.named_parameters() if not torch.equal(weight, before[name])}
 
 
 def factors(pipeline: Any, *layers: str, rank: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -143,7 +145,7 @@ def test_xlabs_format_is_converted(tmp_path, pipeline):
 def refused(pipeline: Any, state: dict[str, torch.Tensor], folder: Path, pattern: str, **metadata: str) -> None:
     before = weights(pipeline)
     with pytest.raises(LoraError, match=f"LoRA bad.safetensors: .*{pattern}") as caught:
-        use(pipeline, saved(folder, state, "bad", **metadata))
+        Loras(pipeline).use([Lora(saved(folder, state, "bad", **metadata), 1.0)])
     assert "Error" not in str(caught.value)
     assert len(str(caught.value)) < 1500
     assert not changed(before, pipeline)

@@ -92,7 +92,7 @@ def gated_by_definition(vector, gate, up):
 @pytest.mark.parametrize(("rows", "columns"), [(14336, 4096), (300, 700), (5, 96)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_it_multiplies_what_is_gated(rows, columns, dtype, tolerance, device):
-    given = gated_inputs(rows, columns, device, dtype)
+    given = gated_inputs(rows if device == "cuda" else min(rows, 512), columns, device, dtype)
     torch.testing.assert_close(
         gated_matrix_vector(*given).double(), gated_by_definition(*given), atol=tolerance / 10, rtol=tolerance
     )
