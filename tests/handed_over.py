@@ -147,8 +147,8 @@ def shapes(output: Any) -> Any:
     return [list(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def main(folder: Path) -> None:
-    for path in sorted(folder.glob("*.call")):
+def main() -> None:
+    for path in sorted(Path(sys.argv[1]).glob("*.call")):
         module, args, kwargs = receive(path.read_bytes())
         found = description(module, args, kwargs)
         with torch.inference_mode(path.stem.startswith("inference")), torch.no_grad():
@@ -157,4 +157,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -14,15 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import handed_over
 import pytest
 import torch
-from boots import python_path
+from boots import run_boot
 from handed_over import SIZE, Codes, Forgetful, description, shapes
 from handed_over_calls import CASES, Call, attributed
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import run_program
 from test_quantization import TORCHAO
 from torch import nn
 
@@ -43,14 +41,7 @@ def received(calls, tmp_path_factory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("calls")
     for name, call in calls.items():
         (folder / f"{name}.call").write_bytes(hand_over(call))
-    path = python_path(PROJECT, PROJECT / "tests")
-    done = subprocess.run(
-        [sys.executable, handed_over.__file__, folder],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_boot(os.environ, str(folder), program="handed_over")
     assert done.returncode == 0, done.stderr
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in calls}
 
@@ -212,6 +203,8 @@ def test_memory_of_a_cpu_is_not_shared_and_the_log_says_so(caplog):
 
 
 _TORCHAO = """
+import sys
+sys.path.insert(0, sys.argv[1])
 import torch
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -229,8 +222,7 @@ print(made(*args).shape)
 
 @pytest.mark.skipif(not TORCHAO.is_dir(), reason="torchao is not in .venv/quantize: make test puts it there")
 def test_weights_that_torchao_has_quantized_travel():
-    path = python_path(TORCHAO, PROJECT, PROJECT / "tests")
-    done = run_program(_TORCHAO, PYTHONPATH=path)
+    done = run_boot(os.environ, _TORCHAO, str(TORCHAO), program="run_source")
     assert done.stdout.splitlines() == ["True", "True True", "torch.Size([2, 32])"], done.stderr
 
 

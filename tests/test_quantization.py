@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
-from boots import python_path
-from programs import run_program
+from boots import run_boot
 
 PROJECT = Path(__file__).parent.parent
 # Beside the virtual environment's own packages, where `make` puts it.
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 # Prints what the demo model does with the weights of each kind, and precompiles a block with the first.
 _ADD_AND_PRECOMPILE = """
+import sys
+sys.path.insert(0, sys.argv[1])
 import torch
 from compile_cache.inductor.function import Precompiled, compile_ahead
 from compile_cache.inductor.toolchain import configure_torch
@@ -44,8 +46,7 @@ with torch.inference_mode():
 
 def test_quantized_models_add_as_well_and_can_be_precompiled():
     """The speed mode's effect on quality, on the one task whose answers are known."""
-    path = python_path(TORCHAO, PROJECT, PROJECT / "demo")
-    done = run_program(_ADD_AND_PRECOMPILE, folder=PROJECT, PYTHONPATH=path)
+    done = run_boot(os.environ, _ADD_AND_PRECOMPILE, str(TORCHAO), program="run_source", folder=PROJECT)
     assert done.returncode == 0, done.stderr
     *added, misfit, is_near = done.stdout.splitlines()
     for line, dtype in zip(added, ("torch.int8", "torch.float8_e4m3fn"), strict=True):
