@@ -28,8 +28,6 @@ from boots import forking_process, read_by_imports
 
 # What the library gives each second process; of the other variables that imports read, the parent has the same.
 _OWN = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
-# A second process imports those that its server has, in 0.7 seconds.
-_PACKAGES = ("diffusers", "transformers")
 _MOST_BYTES = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
 _ASKING = threading.Lock()
@@ -48,7 +46,8 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
 def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Forked:
     """What `_spawn` of compile_cache/background/child.py does."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    packages = [name for name in _PACKAGES if name in sys.modules]
+    # Each second process imports those that its server has, in 0.7 seconds.
+    packages = [name for name in ("diffusers", "transformers") if name in sys.modules]
     request = json.dumps({"server": os.getpid(), "path": path, "environ": dict(environ), "packages": packages})
     adopt = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
     with _ASKING:

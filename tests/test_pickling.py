@@ -203,8 +203,6 @@ def test_memory_of_a_cpu_is_not_shared_and_the_log_says_so(caplog):
 
 
 _TORCHAO = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import torch
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -222,7 +220,7 @@ print(made(*args).shape)
 
 @pytest.mark.skipif(not TORCHAO.is_dir(), reason="torchao is not in .venv/quantize: make test puts it there")
 def test_weights_that_torchao_has_quantized_travel():
-    done = run_boot(os.environ, _TORCHAO, str(TORCHAO), program="run_source")
+    done = run_boot(os.environ, _TORCHAO, program="run_source", folder=TORCHAO)
     assert done.stdout.splitlines() == ["True", "True True", "torch.Size([2, 32])"], done.stderr
 
 

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 # Prints what the demo model does with the weights of each kind, and precompiles a block with the first.
 _ADD_AND_PRECOMPILE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch
+import sys, torch
 from compile_cache.inductor.function import Precompiled, compile_ahead
 from compile_cache.inductor.toolchain import configure_torch
 from models.text.settings import TextSettings
@@ -30,7 +28,7 @@ from sums import answer, prompt, unseen_sums
 blocks = []
 for quantization in ("int8", "fp8"):
     settings = TextSettings(cache_tokens=64, prompt_buckets=(16,), quantize=quantization)
-    model = TextModel.load("demo/llama-adder", None, settings)
+    model = TextModel.load(sys.argv[1], None, settings)
     network = model.generator.decode.model
     blocks.append(network.model.layers[0].mlp)
     right = sum("".join(model.answer(TextInputs(prompt(a, b)))) == answer(a, b) for a, b in unseen_sums(80))
@@ -46,7 +44,8 @@ with torch.inference_mode():
 
 def test_quantized_models_add_as_well_and_can_be_precompiled():
     """The speed mode's effect on quality, on the one task whose answers are known."""
-    done = run_boot(os.environ, _ADD_AND_PRECOMPILE, str(TORCHAO), program="run_source", folder=PROJECT)
+    model = str(PROJECT / "demo" / "llama-adder")
+    done = run_boot(os.environ, _ADD_AND_PRECOMPILE, model, program="run_source", folder=TORCHAO)
     assert done.returncode == 0, done.stderr
     *added, misfit, is_near = done.stdout.splitlines()
     for line, dtype in zip(added, ("torch.int8", "torch.float8_e4m3fn"), strict=True):
