@@ -496,15 +496,6 @@ def test_a_torch_without_a_private_name_costs_the_precompiled_step_alone(directo
     assert artifacts(directory) == []
 
 
-def test_a_torch_without_counters_costs_the_knowledge_what_was_found(directory, monkeypatch):
-    module = build(Product)
-    compiler = boot(directory, module, settings=CACHED)
-    monkeypatch.setattr("compile_cache.inductor.counters._of_torch", lambda name: None)
-    close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
-    assert only_report(compiler).step == "cold"
-    assert "is unknown whether" in only_report(compiler).reason
-
-
 def test_a_function_is_refused_by_name(shared):
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not predict"):
         Regions(resolve_cold_start(CACHED), shared).compile(predict)  # type: ignore[arg-type]

@@ -84,11 +84,6 @@ def _torch_counts() -> CompileCounts:
     )
 
 
-def are_counted() -> bool:
-    """Whether torch has the counters that this module reads."""
-    return _of_torch("counters") is not None
-
-
 def _of_torch(name: str) -> Any:
     """What torch counts under this name; None if this process has not imported torch's compiler."""
     return getattr(sys.modules.get("torch._dynamo.utils"), name, None)

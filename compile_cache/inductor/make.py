@@ -26,7 +26,7 @@ from torch import nn
 from compile_cache.calls.spec import Call, CallSpec, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.calls.tensors import writes_where_tensors_overlap
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
-from compile_cache.inductor.counters import CompileCounts, are_counted, read_counts, uncounted
+from compile_cache.inductor.counters import CompileCounts, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX
 from compile_cache.inductor.toolchain import configure_torch
 
@@ -266,7 +266,7 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
     kind = type(call[0])
     if counts.graphs or counts.hits:
         _with_graphs.add(kind)
-    elif are_counted() and kind not in _with_graphs:  # else by a graph of another call
+    elif kind not in _with_graphs:  # else by a graph of another call
         raise ArtifactError(f"torch makes no graph of it: {broken_by}")
     depends = any(_ON_DATA.search(str(reason)) for reason in (broken_by, *(set(counters) - before)))
     # To look a graph up takes about as long as to trace it.

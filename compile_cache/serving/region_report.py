@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from compile_cache.inductor.counters import CompileCounts, are_counted, count_precompiled
+from compile_cache.inductor.counters import count_precompiled
 from compile_cache.serving.moment import LOCK
 from compile_cache.timeline import note
 
@@ -120,9 +120,10 @@ class RegionReport:
             self.explain(f"with graph breaks: {traced.broken_by}")
         if is_found:
             self.take_step("cached")
-        elif counts.graphs or not are_counted():  # else by a graph of another call
+        elif counts.graphs:  # else by a graph of another call
             self.take_step("cold")
-            self.explain(_why_cold(counts))
+            why = "lookups found nothing" if counts.misses else "torch looked nothing up: its caches are off"
+            self.explain(why)
         return is_found
 
     def note_made(self, answer: Answer) -> None:
@@ -144,9 +145,3 @@ class RegionReport:
         """Add the result of a comparison with eager."""
         self.relative_error = max(error, self.relative_error or 0.0)
         self.tolerance = tolerance
-
-
-def _why_cold(counts: CompileCounts) -> str:
-    if not are_counted():
-        return "this torch has other counters, so it is unknown whether it found or compiled its graphs"
-    return "lookups found nothing" if counts.misses else "torch looked nothing up: its caches are off"
