@@ -52,7 +52,7 @@ PRIVATE_NAMES = (
     PrivateNames(
         "torch._C",
         "_set_fp32_precision_setter _set_sdp_priority_order _set_cublas_allow_fp16_reduced_precision_reduction "
-        "_set_cublas_allow_bf16_reduced_precision_reduction _set_deterministic_algorithms",
+        "_set_cublas_allow_bf16_reduced_precision_reduction",
         "compiling in the background where the server's switch is not torch's default",
     ),
     PrivateNames("torch._dynamo", "config mark_dynamic utils exc", NO_COMPILER),

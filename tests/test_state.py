@@ -89,7 +89,6 @@ CHANGES = {
     "float16 reductions": lambda: reductions("fp16"),
     "bfloat16 reductions": lambda: reductions("bf16"),
     "deterministic algorithms": lambda: determinism(True, False),
-    "warnings of nondeterminism": lambda: determinism(True, True),
     "default dtype": lambda: told(torch.set_default_dtype, torch.bfloat16, torch.float32),
     "threads": threads,
 }
@@ -135,6 +134,7 @@ OPTIONS = {
 }
 WAYS = {
     **CHANGES,
+    "warnings of nondeterminism": lambda: determinism(True, True),
     **{name: lambda tell=tell: products(tell) for name, tell in PRECISIONS.items()},
     **{
         "+".join(options): lambda module=module, options=options: sys.modules[module].patch(options)

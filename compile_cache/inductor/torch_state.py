@@ -71,8 +71,7 @@ SWITCHES: Mapping[str, Callable[[], Any]] = {
     "float32 matmul precision": lambda: (_precision("cuda", "matmul"), _precision("mkldnn", "matmul")),
     "float16 reductions": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
     "bfloat16 reductions": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "warnings of nondeterminism": torch.is_deterministic_algorithms_warn_only_enabled,
+    "deterministic algorithms": torch.get_deterministic_debug_mode,
     "autocast on CPU": functools.partial(autocast_dtype, "cpu"),
     "autocast on CUDA": functools.partial(autocast_dtype, "cuda"),
     "default dtype": torch.get_default_dtype,
@@ -94,12 +93,7 @@ SETTERS: Mapping[str, Callable[[Any], object]] = {
     "attention priority": lambda value: torch._C._set_sdp_priority_order(list(value)),
     "float16 reductions": lambda value: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
     "bfloat16 reductions": lambda value: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
-    "deterministic algorithms": lambda value: torch._C._set_deterministic_algorithms(
-        value, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
-    ),
-    "warnings of nondeterminism": lambda value: torch._C._set_deterministic_algorithms(
-        torch.are_deterministic_algorithms_enabled(), warn_only=value
-    ),
+    "deterministic algorithms": torch.set_deterministic_debug_mode,
     "default dtype": lambda value: torch.set_default_dtype(value),
     "threads": lambda value: torch.set_num_threads(value),
 }
