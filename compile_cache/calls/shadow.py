@@ -18,7 +18,7 @@ from torch import nn
 
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object, pickled
 from compile_cache.calls.spec import Call
-from compile_cache.calls.tensors import MadeStorage, UsedStorage
+from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, MadeStorage, UsedStorage
 from compile_cache.errors import NotHandedOver, first_line
 
 # These are the same in all of the process.
@@ -30,8 +30,6 @@ _OF_PROCESS = (
     type(threading.Lock()),
     type(threading.RLock()),
 )
-# No view of a vector load begins elsewhere: a copy of a part of a storage begins at such an address of the original.
-_ALIGNMENT_BYTES = 64
 
 
 class Shadow:
@@ -134,6 +132,6 @@ class _Pickler(CallPickler):
 
 def _copied(used: UsedStorage) -> MadeStorage:
     """A copy of the part of a storage that the call uses."""
-    start = used.low - used.low % _ALIGNMENT_BYTES
+    start = used.low - used.low % STORAGE_ALIGNMENT_BYTES
     whole = torch.empty(0, dtype=torch.uint8, device=used.storage.device).set_(used.storage)
     return MadeStorage(whole[start : used.high].clone().untyped_storage(), used.storage.device, -start)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.tensors import overlaps
+from compile_cache.calls.tensors import OWN_TENSORS, overlaps
 from compile_cache.errors import NoGraph
 
 # The module, args and kwargs of a call.
@@ -29,7 +29,6 @@ pytree = _pytree
 # So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several
 # image sizes and input strides needs more.
 RECOMPILE_LIMIT = 64
-_OWN_TENSORS = (torch.Tensor, nn.Parameter)
 # Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Those of all modules (torch/nn/modules/module.py, _call_impl).
@@ -180,7 +179,7 @@ def growth(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What calls have in common that make one cache larger: the size of the first input, and all inputs' classes. None
     if the first input is no tensor of torch's own."""
     values = (*args, *kwargs.values())
-    if not values or type(values[0]) not in _OWN_TENSORS or values[0].is_nested:
+    if not values or type(values[0]) not in OWN_TENSORS or values[0].is_nested:
         return None
     return values[0].shape, *map(type, values)
 

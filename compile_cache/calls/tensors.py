@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compile_cache")
 
-_OWN_TENSORS = (torch.Tensor, nn.Parameter)
+OWN_TENSORS = (torch.Tensor, nn.Parameter)
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
-_STORAGE_ALIGNMENT_BYTES = 64
+STORAGE_ALIGNMENT_BYTES = 64
 # Where torch's allocator begins storages on a GPU.
 _PLACE_BYTES = 512
 # The most that the weights of one type take together, unless one of them is larger: then they take as much as it. So
@@ -98,7 +98,7 @@ def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts) -> 
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and type(tensor) in _OWN_TENSORS and not tensor.is_nested
+    return tensor.layout == torch.strided and type(tensor) in OWN_TENSORS and not tensor.is_nested
 
 
 def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
@@ -247,7 +247,7 @@ class TensorDescriber:
             NotHandedOver: the tensor has no plain storage.
         """
         kind = type(tensor)
-        if kind is not torch.Tensor and kind is not nn.Parameter and hasattr(kind, "__tensor_flatten__"):
+        if kind not in OWN_TENSORS and hasattr(kind, "__tensor_flatten__"):
             return self._reduce_parts(tensor)
         _check(tensor)
         flags = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
@@ -284,8 +284,8 @@ def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
     device, address = str(used.storage.device), used.storage.data_ptr()
     if handle is not None:
         return StorageLayout(device, 0, used.storage.nbytes(), 0, used.dtype, handle, used.is_weight)
-    start = used.low - used.low % _STORAGE_ALIGNMENT_BYTES
-    skew = address % _STORAGE_ALIGNMENT_BYTES
+    start = used.low - used.low % STORAGE_ALIGNMENT_BYTES
+    skew = address % STORAGE_ALIGNMENT_BYTES
     return StorageLayout(device, start, used.high - start, skew, used.dtype, None, used.is_weight)
 
 
@@ -391,7 +391,7 @@ def _buffers(weights: Sequence[StorageLayout]) -> dict[Any, _Buffer]:
     """By device and type, one buffer for all weights."""
     rooms = defaultdict[Any, list[int]](list)
     for layout in weights:  # each takes this much at most
-        room_bytes = layout.size_bytes + _STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
+        room_bytes = layout.size_bytes + STORAGE_ALIGNMENT_BYTES + _PLACE_BYTES
         rooms[layout.device, layout.dtype].append(room_bytes)
     bytes_of = {key: min(sum(sizes), max(_WEIGHTS_BYTES, *sizes)) for key, sizes in rooms.items()}
     return {(device, dtype): _Buffer(_allocate(device, dtype, size)) for (device, dtype), size in bytes_of.items()}
