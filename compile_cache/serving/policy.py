@@ -50,6 +50,8 @@ class Policy:
 
     torch's compiler is imported at once; if a second process compiles and nothing was restored, when the first artifact
     arrives.
+    `artifacts` has the functions compiled ahead of time; None until then, and if there can be none. If this torch lacks
+    a name for them, `why_not_precompiled` says which.
     `late` has the functions that are still to be loaded after READY, each with the LATE cases that it may fit.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
@@ -69,8 +71,9 @@ class Policy:
         # Held while this process imports torch's compiler, or makes or compares code: torch compiles for one thread at
         # a time.
         self.making = threading.Lock()
-        # The functions compiled ahead of time, or why there are none; None until torch's compiler is imported.
-        self._artifacts: Artifacts | str | None = None
+        self._has_compiler = False
+        self.artifacts: Artifacts | None = None
+        self.why_not_precompiled = ""
         self._is_hit = is_hit
         # Whether there are records of graphs, which only a warm-up traces.
         self.has_graphs = any(path.endswith(CACHED) for path in stored)
@@ -83,16 +86,6 @@ class Policy:
         if settings.cold_start == "block" or has_artifacts(stored):
             # An earlier boot of this very version has compared these on all instances.
             self.open({path for path in functions if any(mark in stored for mark in marks_of(path))})
-
-    @property
-    def artifacts(self) -> Artifacts | None:
-        """The functions compiled ahead of time; None if there are none, or not yet."""
-        return None if isinstance(self._artifacts, str | None) else self._artifacts
-
-    @property
-    def why_not_precompiled(self) -> str:
-        """Why nothing can be compiled ahead of time with this torch; empty if something can."""
-        return self._artifacts if isinstance(self._artifacts, str) else ""
 
     @property
     def is_warming_up(self) -> bool:
@@ -112,9 +105,9 @@ class Policy:
     def open(self, proved: Iterable[str] = ()) -> None:
         """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`. Meanwhile, any
         thread but the setup's is `making`."""
-        if self._artifacts is not None:
+        if self._has_compiler:
             return
-        self._artifacts = ""
+        self._has_compiler = True
         from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
 
         configure_torch()
@@ -124,15 +117,14 @@ class Policy:
         try:  # they need private names of torch: if one is gone, the boot goes on without
             from compile_cache.inductor.stored_functions import Artifacts
         except (ImportError, AttributeError) as error:
-            why = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
-            self._artifacts = why
-            log.warning("No precompiled regions in this boot: %s", why)
+            self.why_not_precompiled = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
+            log.warning("No precompiled regions in this boot: %s", self.why_not_precompiled)
         else:
-            self._artifacts = Artifacts(self._settings, self._directory.path, proved)
+            self.artifacts = Artifacts(self._settings, self._directory.path, proved)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
-        if self._artifacts is not None:
+        if self._has_compiler:
             from compile_cache.inductor.toolchain import configure_torch
 
             configure_torch()
