@@ -90,12 +90,8 @@ PRIVATE_NAMES = (
     PrivateNames("torch._inductor.runtime", "benchmarking", "pauses while tuning: predictions are slower meanwhile"),
     PrivateNames("torch", "_scaled_mm", "`go_fast`"),
     PrivateNames("torch", "_foreach_copy_", "weights beside imports"),
-    PrivateNames("torch.cuda", "_sleep", "the accuracy of `speedup`"),
-    PrivateNames(
-        "torch._inductor.custom_graph_pass",
-        "CustomGraphPass get_hash_for_files",
-        "our joined operators: a token of a language model is slower",
-    ),
+    PrivateNames("torch.cuda", "_sleep", "`speedup`"),
+    PrivateNames("torch._inductor.custom_graph_pass", "CustomGraphPass get_hash_for_files", "language models on a GPU"),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-import models.kernels
 from compile_cache.inductor.function import Precompiled, compile_ahead
 from compile_cache.inductor.toolchain import configure_torch
 from models.kernels import graph_pass, operators
 from models.kernels.graph_pass import JoinOperators, join_operators
 from models.kernels.operators import matrix_vector
-from models.text import steps
 from models.text.generation import Generator, Request
 from models.text.layers import use_token_layers
 
@@ -194,13 +191,3 @@ def test_another_pass_has_another_name_in_torchs_cache(monkeypatch, tmp_path):
             patch.setattr(module, "__file__", str(changed))
             names.add(JoinOperators().uuid())
     assert len(names) == 3
-
-
-def test_a_torch_without_the_private_names_of_the_pass_serves_a_model_without_it(monkeypatch, caplog):
-    expected = greedy(make("llama"), prompt(20), 20)
-    monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-    monkeypatch.delitem(sys.modules, "models.kernels.graph_pass")
-    monkeypatch.delattr(models.kernels, "graph_pass")
-    steps.join_operators()
-    assert "torch._inductor.custom_graph_pass" in caplog.text
-    assert list(Generator(make("llama"), 64, (48,)).tokens(Request(prompt(20), 20))) == expected

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,6 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from models.text.sampling import Sampler
 from models.text.static_cache import ATTENTION, StaticCache, attend
-
-log = logging.getLogger(__name__)
 
 # The classes that are registered in this process.
 _REGISTERED: set[type[PreTrainedModel]] = set()
@@ -103,11 +100,7 @@ def call_model(
 
 
 def join_operators() -> None:
-    """Join these operators in the graphs that this thread compiles, if torch has the names for it. Imports torch's
-    compiler."""
-    try:
-        from models.kernels import graph_pass
+    """Join these operators in the graphs that this thread compiles. Imports torch's compiler."""
+    from models.kernels import graph_pass
 
-        graph_pass.join_operators()
-    except (ImportError, AttributeError) as error:  # the module needs private names of torch
-        log.warning("Operators of a step are not joined, so answers are slower: %s", error)
+    graph_pass.join_operators()
