@@ -199,7 +199,10 @@ class Record:
         """The record of a function that this process has just compiled."""
         # In the module of `call_region`, only that function counts.
         modules = {module for module, _ in compilation.traced} - {call_region.__module__}
-        functions = _functions_of(compilation.traced)
+        # Of the traced functions, those that can be found by name.
+        functions: dict[str, types.CodeType] = {}
+        for module, line in sorted(compilation.traced):
+            functions |= _functions_by_line(module).get(line, {})
         return cls(
             {module: file_digest(module) for module in sorted(modules)},
             {name: code_digest(code) for name, code in functions.items() if name not in _REPLACED_BY_DYNAMO},
@@ -259,14 +262,6 @@ class Record:
 
 def _host() -> dict[str, str]:
     return {"instructions": environment.instruction_flags(), "threads": str(torch.get_num_threads())}
-
-
-def _functions_of(traced: Iterable[tuple[str, int]]) -> dict[str, types.CodeType]:
-    """The traced functions that can be found by name, by `module:qualified.name`."""
-    found: dict[str, types.CodeType] = {}
-    for module, line in sorted(traced):
-        found |= _functions_by_line(module).get(line, {})
-    return found
 
 
 def _variables_read(codes: Iterable[types.CodeType]) -> list[str]:
