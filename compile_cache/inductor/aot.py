@@ -26,7 +26,6 @@ from unittest import mock  # torch has imported it
 
 import torch
 import torch._dynamo
-import torch._inductor
 import torch._inductor.config
 from torch import nn
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars

@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock  # torch has imported it
 
 import torch
-import torch._inductor
 import torch._inductor.codecache
 import torch._inductor.config
 from torch._dynamo import guards as _guards

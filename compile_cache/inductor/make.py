@@ -31,7 +31,6 @@ from compile_cache.inductor.function_file import SUFFIX
 from compile_cache.inductor.toolchain import configure_torch
 
 if TYPE_CHECKING:
-    import torch._dynamo
     import torch._dynamo.utils
 
     from compile_cache.inductor.function import Precompiled

@@ -9,13 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compile_cache.key.environment import FORMAT_VERSION, Environment, detect_environment
 from compile_cache.key.model_version import model_name, model_version
-
-if TYPE_CHECKING:
-    from compile_cache.settings import Settings
+from compile_cache.settings import Settings
 
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Graph
 
-    # What serves calls: a function compiled ahead of time, or a graph of `torch.compile`.
-    Code = Precompiled | Graph
-
+# What serves calls: a function compiled ahead of time, or a graph of `torch.compile`.
+Code: TypeAlias = "Precompiled | Graph"
 # Functions for one kind of call of one instance. If more are needed, a number changes from call to call.
 MOST_FUNCTIONS = 8
 # If an instance's kinds of calls differ in one size of a tensor, the one after so many asks for code that leaves that

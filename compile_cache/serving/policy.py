@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
 from compile_cache.errors import ArtifactError, Failure, attempt
 from compile_cache.inductor.function_file import CACHED, SUFFIX, has_artifacts, marks_of
 from compile_cache.serving.kinds import Case, State
@@ -29,7 +29,6 @@ from compile_cache.torch_threads import end_at_exit
 
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
-    from compile_cache.calls.spec import Call, CallSpec
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Answer, Graphs
     from compile_cache.inductor.stored_functions import Artifacts, CachedRecord

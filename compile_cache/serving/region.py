@@ -10,7 +10,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,15 +31,12 @@ from compile_cache.calls.spec import (
 )
 from compile_cache.calls.tensors import overlaps_of
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
-from compile_cache.serving.kinds import WITH_CODE, Case, Kinds, Standing, State
+from compile_cache.serving.kinds import WITH_CODE, Case, Code, Kinds, Standing, State
 from compile_cache.serving.moment import Known
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Source
 from compile_cache.serving.trial import Trials
-
-if TYPE_CHECKING:
-    from compile_cache.serving.kinds import Code
 
 # Outside predictions, what lies in a module is looked at again after so many calls.
 _CALLS_BETWEEN_LOOKS = 64

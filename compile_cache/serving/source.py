@@ -21,19 +21,18 @@ from compile_cache.errors import CompileCacheError, Failure, GraphNotStored, Not
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
 from compile_cache.serving.comparison import generators_at
-from compile_cache.serving.kinds import Case, Kinds, State
+from compile_cache.serving.kinds import Case, Code, Kinds, State
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Graphs, Traced
     from compile_cache.inductor.stored_functions import CachedRecord
-    from compile_cache.serving.kinds import Code
 
 log = logging.getLogger("compile_cache")
 
 # Makes code for a call in this process, from a copy of the call.
-Maker = Callable[[Shadow], "Code"]
+Maker = Callable[[Shadow], Code]
 
 
 class Source:

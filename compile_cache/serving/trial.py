@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,15 +20,12 @@ from compile_cache.calls.tensors import reachable_tensors
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
-from compile_cache.serving.kinds import WITH_CODE, Case, Standing, State
+from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
 from compile_cache.serving.moment import LOCK, Known
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Maker, Source
 from compile_cache.timeline import note
-
-if TYPE_CHECKING:
-    from compile_cache.serving.kinds import Code
 
 log = logging.getLogger("compile_cache")
 
