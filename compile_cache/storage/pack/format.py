@@ -33,14 +33,7 @@ import zstandard
 from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.manifest import (
-    FRAME_BYTES,
-    Frame,
-    Limits,
-    Manifest,
-    PackFile,
-    parse_manifest,
-)
+from compile_cache.storage.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
 from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, TrustedKeys
 
 _SUFFIX = ".pack"
