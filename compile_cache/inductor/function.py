@@ -32,8 +32,7 @@ from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
 from compile_cache.inductor.torch_state import changed_switches, switches
-from compile_cache.key import environment
-from compile_cache.key.environment import digest
+from compile_cache.key.environment import digest, instruction_flags
 
 log = logging.getLogger("compile_cache")
 
@@ -261,7 +260,7 @@ class Record:
 
 
 def _host() -> dict[str, str]:
-    return {"instructions": environment.instruction_flags(), "threads": str(torch.get_num_threads())}
+    return {"instructions": instruction_flags(), "threads": str(torch.get_num_threads())}
 
 
 def _variables_read(codes: Iterable[types.CodeType]) -> list[str]:

@@ -43,8 +43,7 @@ import torch
 from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import Failure, attempt
 from compile_cache.files import replacing
-from compile_cache.key import environment
-from compile_cache.key.environment import digest
+from compile_cache.key.environment import digest, instruction_flags
 
 log = logging.getLogger("compile_cache")
 
@@ -137,7 +136,7 @@ def _remembering(check_build: Any) -> Any:
 
     @functools.wraps(check_build)
     def remembering(isa: Any, code: str) -> bool:
-        question = [str(isa), isa.build_arch_flags(), isa._arch_flags, code, environment.instruction_flags()]
+        question = [str(isa), isa.build_arch_flags(), isa._arch_flags, code, instruction_flags()]
         answer = json.dumps({"question": question, "answer": True}).encode()
         path = _folder / f"{digest(question)}.json" if _folder else None
         with contextlib.suppress(OSError):  # it is not known
