@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path as FilePath
 from threading import Event
-from typing import TYPE_CHECKING, Any, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
@@ -19,10 +19,6 @@ from models.early_weights import EarlyWeights, local_folder
 from models.image.settings import ImageSettings, choose_size, nearest_size, sizes_of
 from models.text.settings import TextSettings
 from warmup import warm_up
-
-if TYPE_CHECKING:
-    from models.image.lora import Lora
-    from models.image.pipeline import ImageInputs
 
 # setup() imports torch and the models after it has started the restore.
 # Cog's server refuses inputs outside the bounds of run()'s signature, and reads only literals there.
@@ -191,7 +187,7 @@ class Predictor(Served):
             self.record_metric(name, value)
         return [Path(path) for path in paths]
 
-    def _draw(self, first: "ImageInputs", number: int, loras: List["Lora"], *file_format: Any) -> List[str]:
+    def _draw(self, first: Any, number: int, loras: List[Any], *file_format: Any) -> List[str]:
         """The files of pictures with seeds from `first.seed` on."""
         self.model.loras.use(loras)
         pictures = (self.model.run(replace(first, seed=first.seed + more)) for more in range(number))

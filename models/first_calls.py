@@ -37,30 +37,24 @@ def make(boot: Boot, has_loaded: threading.Event) -> None:
     path = boot.kept_file(_NAME)
     if path is None or not path.exists():
         return
-    began = time.perf_counter()
     try:
-        number = make_calls(path.read_text(), has_loaded)
+        make_calls(path.read_text(), has_loaded)
     except Exception as error:  # the warm-up makes them anyway
         log.info("first_calls.failed %s: %s", type(error).__name__, str(error).partition("\n")[0])
-    else:
-        log.info("first_calls calls=%d seconds=%.2f", number, time.perf_counter() - began)
 
 
 @torch.inference_mode()
-def make_calls(noted: str, until: threading.Event) -> int:
-    """Make calls with zeros, until an event. Returns their number.
+def make_calls(noted: str, until: threading.Event) -> None:
+    """Make calls of torch's own operators with zeros, until an event.
 
     Raises:
         Exception: any of a call, or these are none.
     """
-    number = 0
     for name, *inputs in json.loads(noted):
         if until.is_set():
-            break
+            return
         args, kwargs = _made(inputs)
-        find(f"torch.ops:{name}")(*args, **kwargs)
-        number += 1
-    return number
+        find(f"torch.ops:aten.{name}")(*args, **kwargs)
 
 
 def note(boot: Boot, run: Callable[[T], object], plan: Iterable[T]) -> None:
@@ -96,11 +90,12 @@ class _Noting(TorchDispatchMode):
         began = time.perf_counter()
         result = operator(*args, **(kwargs or {}))
         seconds = time.perf_counter() - began
+        space, _, name = str(operator).partition(".")
         # Attention has this tag for its dropout, which no inference has.
-        is_random = torch.Tag.nondeterministic_seeded in operator.tags and "dot_product" not in str(operator)
-        if seconds >= self._least_s and not is_random:
+        is_random = torch.Tag.nondeterministic_seeded in operator.tags and "dot_product" not in name
+        if seconds >= self._least_s and space == "aten" and not is_random:
             with contextlib.suppress(TypeError):  # it has a generator, or another object
-                self.seconds.setdefault(json.dumps([str(operator), args, kwargs or {}], default=_described), seconds)
+                self.seconds.setdefault(json.dumps([name, args, kwargs or {}], default=_described), seconds)
         return result
 
 

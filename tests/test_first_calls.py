@@ -58,9 +58,11 @@ def test_random_calls_and_those_with_objects_are_left_out_and_random_numbers_sta
         draw(PICTURE)
 
     noted = slow_calls(draw_noise, [None], least_s=0.0)
-    assert not {name for name, *_ in json.loads(noted)} & {"aten.exponential_.default", "aten.randn.generator"}
+    names = {name for name, *_ in json.loads(noted)}
+    assert "conv2d.default" in names
+    assert not names & {"exponential_.default", "rand.default", "randn.generator"}
     before = torch.get_rng_state()
-    assert make_calls(noted, threading.Event()) > 0
+    make_calls(noted, threading.Event())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -73,10 +75,12 @@ def test_only_slow_calls_are_noted_once_each_and_the_slowest_first():
 def test_no_call_is_made_once_the_weights_are_there():
     loaded = threading.Event()
     loaded.set()
-    assert make_calls(slow_calls(draw, [PICTURE], least_s=0.0), loaded) == 0
+    with Seen() as made:
+        make_calls(slow_calls(draw, [PICTURE], least_s=0.0), loaded)
+    assert made.calls == []
 
 
-@pytest.mark.parametrize("damaged", ["", "{}x", '[["aten.no_such.default", [], {}]]', '[["os.getcwd", [], {}]]'])
+@pytest.mark.parametrize("damaged", ["", "{}x", '[["no_such.default", [], {}]]', '[["../load_library", ["x"], {}]]'])
 def test_what_is_damaged_is_an_error_that_a_boot_can_do_without(damaged):
     with pytest.raises(Exception, match=r"."):
         make_calls(damaged, threading.Event())
@@ -115,4 +119,5 @@ def test_the_first_boot_on_a_gpu_notes_what_was_slow(tmp_path):
         note(boot, model, [picture])
         path = boot.kept_file("first_calls.json")
         assert path is not None
-        assert make_calls(path.read_text(), threading.Event()) == len(json.loads(path.read_text()))
+        assert "conv2d.default" in {name for name, *_ in json.loads(path.read_text())}
+        make_calls(path.read_text(), threading.Event())

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import diffusers
 import numpy
@@ -28,9 +28,6 @@ from models.image.lora import Loras
 from models.image.pictures import fit
 from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
 from models.weights import leave_out_foreign_lines, move
-
-if TYPE_CHECKING:
-    from models.image.go_fast import FastLinear
 
 _WARM_UP_STEPS = 2
 # What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take
@@ -139,7 +136,7 @@ class DiffusionModel:
         self._denoiser_name, self.denoiser = find_denoiser(pipeline)
         # The networks that are called once a step, by whether they are fast.
         self.denoisers = {go_fast == "only": self.denoiser}
-        self._fast_layers: dict[nn.Parameter, list[FastLinear]] = {}
+        self._fast_layers: dict[nn.Parameter, list[Any]] = {}
         if go_fast != "off":  # its operators take 0.03 s to import
             from models.image.go_fast import fast_copy, make_fast
 
