@@ -195,9 +195,7 @@ def published_pair(store: ObjectStore, machine: Callable[..., Machine]) -> list[
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_pack_is_refused_by_name_the_others_are_used_and_what_it_had_is_published_again(
-    store, machine, damage
-):
+def test_a_damaged_pack_is_refused_by_name_others_are_used_and_its_files_published_again(store, machine, damage):
     bad, _ = published_pair(store, machine)
     store.put(bad, damage(store.read(bad, 0, MIB)))
     before = stored(store)

@@ -176,9 +176,7 @@ def test_show_shows_packs_with_sizes_creator_and_on_demand_files(run, local, key
         ("org--model/v2", None),
     ],
 )
-def test_a_version_is_named_in_full_or_by_a_beginning_that_no_other_has(
-    run, local, key, filled, environment, text, shown
-):
+def test_a_version_is_named_fully_or_by_a_unique_beginning(run, local, key, filled, environment, text, shown):
     put_pack(local, replace(key, model_version="0123456789abcdef" * 2))
     found = run("show", text.format(digest=environment.digest, pack=digest_of(filled["v10"])))
     if shown is not None:
@@ -518,9 +516,8 @@ def test_a_time_that_cannot_be_is_said_to_be_impossible():
 # The installed command.
 
 
-def test_the_installed_command_says_its_version_and_fills_lists_verifies_and_prunes_a_bucket(
-    variables, s3_bucket, local, key, environment
-):
+def test_the_installed_command_fills_lists_verifies_and_prunes_a_bucket(variables, s3_bucket, local, key, environment):
+    """And says its version."""
     put_pack(local, key)
     put_record(local, environment)
     assert re.fullmatch(r"cog-compile-cache \d+\.\d+\.\d+\n", run_script("--version").out)

@@ -81,9 +81,7 @@ def in_mount(tmp_path) -> tuple[Path, tuple[str, ...]]:
         (COG, {"SETUP_BUDGET_S": "0"}, ["background", "background", 0.0]),
     ],
 )
-def test_a_lasting_worker_of_cogs_server_compiles_in_the_background_and_an_explicit_value_wins(
-    tmp_path, arguments, variables, expected
-):
+def test_a_lasting_worker_compiles_in_the_background_and_a_given_value_wins(tmp_path, arguments, variables, expected):
     assert started(WORKER, tmp_path, arguments, **variables) == expected
 
 

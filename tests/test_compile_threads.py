@@ -32,9 +32,7 @@ def cgroup(tmp_path, monkeypatch) -> Path:
         *((64, "800000 100000\n", 4), (4, "6400000 100000\n", 2)),
     ],
 )
-def test_one_worker_for_two_cpus_of_the_host_or_its_quota_and_two_on_two_or_three(
-    monkeypatch, cgroup, cpus, quota, count
-):
+def test_one_worker_for_two_cpus_of_host_or_quota_and_two_on_two_or_three(monkeypatch, cgroup, cpus, quota, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     (cgroup / "cpu.max").write_text(quota)
     assert compile_threads() == count

@@ -95,9 +95,7 @@ def test_a_pack_cut_in_the_target_is_copied_anew(tmp_path, source, target, key):
 
 
 @pytest.mark.parametrize("what", ["damaged", "misplaced", "unsigned", "too large"])
-def test_a_pack_that_a_boot_refuses_is_not_copied_and_is_named_and_the_others_arrive(
-    tmp_path, source, target, key, what
-):
+def test_a_pack_that_a_boot_refuses_is_not_copied_but_named_and_the_others_arrive(tmp_path, source, target, key, what):
     private, public = generate_keys()
     sound = put_pack(source, key, {"a": b"1"}, Signer(private))
     bad = put_pack(source, key, {"large": noise(9 * MIB)}, None if what == "unsigned" else Signer(private))

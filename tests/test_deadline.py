@@ -70,9 +70,7 @@ def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("toxin", [toxic_proxy.trickle, toxic_proxy.trickle_the_answer])
 @pytest.mark.parametrize(("kind", "action"), CALLS)
-def test_a_store_that_drips_is_store_unavailable_when_the_time_is_up(
-    open_store, proxy, monkeypatch, kind, action, toxin
-):
+def test_a_store_that_drips_is_unavailable_when_the_time_is_up(open_store, proxy, monkeypatch, kind, action, toxin):
     store = open_store(kind)
     ACTIONS[action](store)
     be_impatient(monkeypatch)

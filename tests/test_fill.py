@@ -189,9 +189,7 @@ def test_what_is_not_missing_is_stored_and_verified_and_the_last_line_names_the_
         ("stdout", "region Dropping .*its answer differs from eager by"),
     ],
 )
-def test_a_fill_shows_the_setups_log_with_torchs_lines_and_the_predictors_apart_from_its_answer(
-    incomplete, stream, pattern
-):
+def test_a_fill_shows_the_log_of_setup_torch_and_predictor_apart_from_its_answer(incomplete, stream, pattern):
     _, done = incomplete
     assert re.search(pattern, getattr(done, stream))
     assert bool(re.search(pattern, done.stdout)) == (stream == "stdout")
@@ -241,9 +239,7 @@ MISTAKEN = "class Predictor:\n    def setup(self):\n        raise ValueError('my
         ("raise SystemError", {"COMPILE_CACHE_TRUSTED_KEYS": generate_keys()[1]}, "error: nothing would be published"),
     ],
 )
-def test_a_fill_that_cannot_fill_anything_ends_with_a_line_and_a_traceback_of_the_predictor(
-    tmp_path, predict, variables, said
-):
+def test_a_fill_that_can_fill_nothing_ends_with_a_line_and_a_predictors_traceback(tmp_path, predict, variables, said):
     done = fill(tmp_path, project=small_project(tmp_path, predict), **variables)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(said)

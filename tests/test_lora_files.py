@@ -308,10 +308,8 @@ def test_one_private_address_of_a_host_is_enough(files, monkeypatch):
     assert "private network" in refusal(files, ADDRESS)
 
 
-def test_the_connection_is_to_the_address_that_was_checked_and_to_no_proxy_of_the_environment(
-    files, serve, ports, monkeypatch
-):
-    """The host is looked up once, whatever a second look-up would give."""
+def test_the_connection_is_to_the_address_that_was_checked_and_to_no_proxy(files, serve, monkeypatch):
+    """The host is looked up once, whatever a second look-up would give, and the environment names a proxy."""
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     serve("loras.example", answer("200 OK", LORA))
     look_up = socket.getaddrinfo

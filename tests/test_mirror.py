@@ -131,9 +131,8 @@ def test_an_answer_with_another_range_than_asked_for_is_a_store_error(stated):
 
 
 @pytest.mark.parametrize(("trusted", "host"), [(False, "127.0.0.1"), (True, "localhost")])
-def test_a_certificate_of_an_unknown_authority_or_another_host_is_a_store_error_that_names_the_variable(
-    folder, certificates, monkeypatch, trusted, host
-):
+def test_an_untrusted_certificate_is_an_error_that_names_the_variable(folder, certificates, monkeypatch, trusted, host):
+    """It is of an unknown authority, or of another host."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority) if trusted else os.devnull)
     monkeypatch.setenv("NO_PROXY", host)
     with (

@@ -211,9 +211,7 @@ def elsewhere(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("changed", ["config.json", "block.py"])
-def test_a_component_or_a_package_of_the_source_that_is_a_link_is_part_of_the_version(
-    folder, source, elsewhere, changed
-):
+def test_a_linked_component_or_package_of_the_source_is_part_of_the_version(folder, source, elsewhere, changed):
     linked(folder if changed == "config.json" else source, "shared", elsewhere)
     before = version(folder, source)
     (elsewhere / changed).write_text("changed")

@@ -186,9 +186,7 @@ def test_a_file_that_waits_is_published_when(local, tmp_path, start, way):
 
 
 @pytest.mark.parametrize("slow", ["nothing", "_QUIET_S", "_POLL_S"])
-def test_what_is_made_later_is_packed_soon_and_published_when_it_is_quiet_or_at_the_exit(
-    local, tmp_path, start, monkeypatch, slow
-):
+def test_what_is_made_later_is_packed_soon_and_published_if_quiet_or_at_exit(local, tmp_path, start, monkeypatch, slow):
     if slow != "nothing":
         monkeypatch.setattr(f"compile_cache.lifecycle.publisher.{slow}", PATIENCE_S)
     started = start(local)

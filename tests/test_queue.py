@@ -154,9 +154,7 @@ def test_order_that_fails_once_is_answered_by_a_new_process(queue, started, tmp_
         (order("fail", message="disk is full"), r"OSError: \[Errno 28\] disk is full", 1),  # its own: no second try
     ],
 )
-def test_order_that_fails_twice_is_given_up_and_the_next_one_is_answered(
-    make_queue, started, tmp_path, content, reason, processes
-):
+def test_order_that_fails_twice_is_given_up_and_not_the_next(make_queue, started, tmp_path, content, reason, processes):
     queue = make_queue(limit_s=4.0 if b"hang" in content else PATIENCE_S)
     bad, good = put(queue, content.replace(b"/tmp", str(tmp_path).encode()), order("echo", size=1))
     queue.released.set()

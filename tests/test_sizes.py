@@ -61,9 +61,7 @@ def test_there_is_a_native_size_for_each_aspect_ratio(resolution):
         ("16:9", None, None, Size(1344, 768)),  # 7:4
     ],
 )
-def test_the_size_is_the_one_named_else_the_nearest_to_the_aspect_ratio_else_the_first(
-    aspect_ratio, width, height, chosen
-):
+def test_the_size_is_the_one_named_else_the_nearest_in_shape_else_the_first(aspect_ratio, width, height, chosen):
     assert choose_size(SIZES, aspect_ratio, width, height) == chosen
 
 
@@ -76,9 +74,7 @@ def test_the_size_is_the_one_named_else_the_nearest_to_the_aspect_ratio_else_the
         ("21:9", None, None, "is not available"),
     ],
 )
-def test_one_side_alone_or_a_size_that_there_is_not_is_refused_with_those_that_there_are(
-    aspect_ratio, width, height, reason
-):
+def test_one_side_or_a_size_that_there_is_not_is_refused_with_those_that_there_are(aspect_ratio, width, height, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         choose_size(SIZES, aspect_ratio, width, height)
     assert "1024x1024, 1344x768, 768x1344" in str(caught.value)
