@@ -211,8 +211,8 @@ def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
     }
 
 
-def parse_arguments() -> Any:
-    """The command line."""
+def main() -> None:
+    """Boot what is missing, compare all, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument("--against", type=Path, help="the other checkout")
@@ -226,12 +226,6 @@ def parse_arguments() -> Any:
     args.store = args.store.resolve()
     args.store.mkdir(parents=True, exist_ok=True)
     args.out = args.out or args.store / "boots.jsonl"
-    return args
-
-
-def main() -> None:
-    """Boot what is missing, compare all, check."""
-    args = parse_arguments()
     model = Model.of(args)
     boots = read_lines(args.out)
     run(model, args, boots)
