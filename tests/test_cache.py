@@ -324,21 +324,6 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
     assert booted.restored() == publisher.files()
 
 
-def test_a_store_that_does_not_answer_makes_no_pack_a_refused_one(local, machine):
-    published_pair(local, machine)
-    answers = []
-
-    def read(name: str, *_: object) -> None:
-        if not answers:
-            raise StoreError("no answer")
-
-    booted = machine(Watched(local.location, read=read))
-    assert [refused.is_final for refused in booted.restore().refused] == [False, False]
-    answers.append("now")
-    assert booted.restore().refused == ()
-    assert booted.files() == {**COLD, "more.so": b"more"}
-
-
 SMALL = {f"k{number}.so": b"kernel" for number in range(30)}
 LARGE = {f"l{number}.so": os.urandom(MIB) for number in range(4)}
 UNSTORABLE = {
@@ -552,16 +537,19 @@ def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, mon
     assert second.restored() == first.files()
 
 
-def test_a_read_that_breaks_off_is_tried_again(local, machine):
+@pytest.mark.parametrize(("error", "refused"), [(StoreUnavailable("it was reset"), 0), (StoreError("no answer"), 2)])
+def test_a_read_that_fails_is_tried_again_by_this_restore_or_the_next_one(local, machine, error, refused):
+    """It makes no pack a refused one for good."""
     published_pair(local, machine)
     reads: list[str] = []
 
     def read(name: str, *_: object) -> None:
         reads.append(name)
         if reads.count(name) == 1:
-            raise StoreUnavailable("the connection was reset")
+            raise error
 
     booted = machine(Watched(local.location, read=read))
+    assert [pack.is_final for pack in booted.restore().refused] == [False] * refused
     assert booted.restore().refused == ()
     assert booted.files() == {**COLD, "more.so": b"more"}
 

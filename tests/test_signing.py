@@ -91,17 +91,9 @@ def test_a_signing_key_that_is_not_trusted_is_refused_with_the_key_to_add():
     assert rules_of(SIGNING_KEY=PRIVATE, TRUSTED_KEYS=f"{OTHER_PUBLIC},{PUBLIC}").signer.public_key == PUBLIC
 
 
-@pytest.mark.parametrize("keys", [PRIVATE, f"{PUBLIC},{PRIVATE}", PRIVATE.upper(), PRIVATE[8:]])
-def test_a_private_key_where_public_ones_belong_is_refused_and_not_shown(keys):
-    with pytest.raises(
-        SettingsError, match=f"{PREFIX}TRUSTED_KEYS: a public key begins with '{PUBLIC_PREFIX}'"
-    ) as caught:
-        rules_of(TRUSTED_KEYS=keys)
-    assert PRIVATE.removeprefix(PRIVATE_PREFIX).lower() not in str(caught.value).lower()
-
-
 DAMAGED = ["", "AAAA", "A" * 42, "A" * 44, "A" * 42 + "~=", "A" * 40 + " =", "é" * 44, "A" * 86 + "=="]
 NO_KEYS = ["", " ", "ed25519:", "secret", PRIVATE.upper(), " " + PRIVATE, PRIVATE.replace("ed25519", "rsa")]
+NO_PUBLIC_KEYS = ["public", PRIVATE, PRIVATE[8:], PRIVATE_PREFIX, *NO_KEYS]
 
 
 @pytest.mark.parametrize("key", [PUBLIC, *NO_KEYS[1:], *(PRIVATE_PREFIX + text for text in DAMAGED)])
@@ -111,9 +103,10 @@ def test_a_bad_signing_key_is_refused_by_the_name_of_its_variable_with_how_to_ma
     assert shown not in said or len(shown) < len("secret") or shown == "ed25519:"
 
 
-@pytest.mark.parametrize("key", ["public", PRIVATE_PREFIX, *NO_KEYS, *(PUBLIC_PREFIX + text for text in DAMAGED)])
-def test_a_bad_trusted_key_is_refused_by_the_name_of_its_variable(key):
-    refused_key(f"{PREFIX}TRUSTED_KEYS: a public key", key, PUBLIC_PREFIX, Settings(trusted_keys=(PUBLIC, key)))
+@pytest.mark.parametrize("key", [*NO_PUBLIC_KEYS, *(PUBLIC_PREFIX + text for text in DAMAGED)])
+def test_a_bad_trusted_key_is_refused_by_the_name_of_its_variable_and_a_private_one_is_not_shown(key):
+    said = refused_key(f"{PREFIX}TRUSTED_KEYS: a public key", key, PUBLIC_PREFIX, Settings(trusted_keys=(PUBLIC, key)))
+    assert PRIVATE.removeprefix(PRIVATE_PREFIX).lower() not in said.lower()
 
 
 def refused_key(start: str, key: str, prefix: str, settings: Settings) -> str:

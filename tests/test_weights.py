@@ -37,6 +37,7 @@ from models.weights import move
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+DECODER = "vae/diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +67,7 @@ def begun(folder: Path | None, **options: int) -> Iterator[EarlyWeights]:
 
 
 def load(folder: Path) -> list[nn.Module]:
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
-    return [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+    return [*parts(DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)).values()]
 
 
 def tensors(modules: list[nn.Module]) -> list[torch.Tensor]:
@@ -106,13 +106,9 @@ def test_each_weight_takes_its_copy(saved, chunk_bytes, device):
         assert [str(one.device) for one in found].count(device) >= len(found) - 1
         assert all(one.untyped_storage().nbytes() == one.nbytes for one in found)  # freed one by one
         for ours, theirs in zip(modules, load(saved), strict=True):
-            assert all(torch.equal(one.cpu(), two) for one, two in zip(tensors([ours]), tensors([theirs]), strict=True))
-            assert [one.requires_grad for one in ours.parameters()] == [
-                one.requires_grad for one in theirs.parameters()
-            ]
-    assert not [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if str(saved) in line and "s 0" in line
-    ]
+            check_same(ours.cpu(), theirs)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert not [line for line in maps if str(saved) in line and "s 0" in line]
 
 
 @pytest.fixture
@@ -159,7 +155,7 @@ def test_one_model_is_found_without_a_pipeline(tmp_path):
 def test_weights_of_a_file_that_changed_are_loaded_as_ever(folder, in_place, caplog):
     """Written in place with its old time, or replaced."""
     caplog.set_level(logging.INFO)
-    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    path = folder / DECODER
     with begun(folder) as early:
         early._finish()
         status, content = path.stat(), path.read_bytes()
@@ -235,7 +231,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("kept", [0, 7, 100, -1, *DAMAGED])
 def test_a_file_that_is_cut_short_or_has_a_damaged_header_is_named_and_not_copied(folder, kept):
-    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    path = folder / DECODER
     header = DAMAGED.get(kept, b"")
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(20) if header else path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=f"{path}.*download it again"):
@@ -277,23 +273,18 @@ EDITS: dict[str, tuple[Callable[[Path], object], bool]] = {
 
 
 @pytest.mark.parametrize(("edit", "needs_no_cast"), EDITS.values(), ids=EDITS)
-def test_what_from_pretrained_makes_otherwise_is_not_copied(folder, edit, needs_no_cast):
-    edit(folder / "vae" / "diffusion_pytorch_model.safetensors")
-    with begun(folder) as early:
-        early.give([nn.Linear(2, 2)])
-        assert not early._chunks
+def test_what_from_pretrained_makes_otherwise_or_is_nowhere_is_not_copied(folder, edit, needs_no_cast):
+    edit(folder / DECODER)
+    for place in (folder, None):
+        with begun(place) as early:
+            early.give([nn.Linear(2, 2)])
+            assert not early._chunks
     assert need_no_cast(folder) is needs_no_cast
-
-
-def test_without_a_local_folder_nothing_is_copied():
-    with begun(None) as early:
-        early.give([nn.Linear(2, 2)])
-        assert not early._chunks
 
 
 def test_files_that_no_part_reads_are_not_copied(folder):
     """A file for another program, a variant, and a part that the pipeline does not load."""
-    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    file = folder / DECODER
     shutil.copy(file, folder / "flux.safetensors")
     shutil.copy(file, file.with_name("diffusion_pytorch_model.fp16.safetensors"))
     shutil.copytree(folder / "vae", folder / "safety_checker")
@@ -302,7 +293,7 @@ def test_files_that_no_part_reads_are_not_copied(folder):
 
     found = {path.relative_to(folder).as_posix() for path in weight_files(folder)}
 
-    assert "vae/diffusion_pytorch_model.safetensors" in found
+    assert DECODER in found
     assert not {"flux.safetensors", "vae/diffusion_pytorch_model.fp16.safetensors"} & found
     assert not any(path.startswith("safety_checker") for path in found)
 
@@ -450,10 +441,7 @@ def test_a_pipeline_is_what_from_pretrained_loads(saved, device):
 
 
 def test_weights_in_half_precision_need_no_cast_to_it(folder):
-    rewrite(
-        folder / "vae" / "diffusion_pytorch_model.safetensors",
-        lambda weights: {name: weight.half() for name, weight in weights.items()},
-    )
+    rewrite(folder / DECODER, lambda weights: {name: weight.half() for name, weight in weights.items()})
     assert need_no_cast(folder / "vae", "float16")
     assert not need_no_cast(folder / "vae")
 
