@@ -23,6 +23,7 @@ LONGEST_LIFE_S = 4.0
 
 
 def serve(folder: Path, marked: Marked, mode: str, *wrapper: str, life_s: str = "") -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
     command = [*wrapper, sys.executable, str(SERVER), str(folder), mode, *filter(None, [life_s])]
     environ = {**marked.environ, "PYTHONPATH": python_path(*filter(None, sys.path))}
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
@@ -60,11 +61,8 @@ def test_nothing_is_left_of_servers_killed_at_any_moment(tmp_path, marked):
     source = random.Random(KILLS)
     before = shared_memory()
     for number in range(0, KILLS, SIDE_BY_SIDE):
-        servers = []
-        for index in range(number, number + SIDE_BY_SIDE):
-            folder = tmp_path / str(index)
-            folder.mkdir()
-            servers.append(serve(folder, marked, "restless"))
+        indices = range(number, number + SIDE_BY_SIDE)
+        servers = [serve(tmp_path / str(index), marked, "restless") for index in indices]
         lives_s = sorted(source.uniform(0.0, LONGEST_LIFE_S) for _ in servers)
         started = time.monotonic()
         for server, life_s in zip(servers, lives_s, strict=True):
@@ -90,7 +88,6 @@ def test_nothing_is_left_in_a_container_whose_first_process_lives_on(tmp_path, m
     marked_container = Marked()
     for index, life_s in enumerate(random.Random(KILLS).uniform(0.0, LONGEST_LIFE_S) for _ in range(KILLS // 5)):
         folder = tmp_path / str(index)
-        folder.mkdir()
         # The variable of `marked` is the server's alone, and not that of the processes around it.
         inner = ["env", f"BACKGROUND_TEST={marked.environ['BACKGROUND_TEST']}"]
         shell = ["env", f"FOLDER={folder}", *wrapper, "sh", "-c", script, "sh", *inner]

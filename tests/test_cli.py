@@ -51,9 +51,8 @@ def filled(local, key, environment) -> Mapping[str, str]:
 
 def run_script(*arguments: str | Path, **environ: str) -> Output:
     """Runs the installed command in a process of its own."""
-    done = subprocess.run(
-        [SCRIPT, *arguments], env={**os.environ, **environ}, capture_output=True, text=True, timeout=60
-    )
+    given = {**os.environ, **environ}
+    done = subprocess.run([SCRIPT, *arguments], env=given, capture_output=True, text=True, timeout=60)
     return Output(done.returncode, done.stdout, done.stderr)
 
 
@@ -125,10 +124,8 @@ def test_nothing_in_a_store_reaches_the_terminal_as_a_command(run, local, key, e
     name = put_pack(local, replace(key, environment=plain.digest), {"[red]a": b""}, creator="[blink]creator")
     put_record(local, plain)
     local.put(f"v2/{ESCAPE}[2J/m/v/{'a' * 64}.pack", b"")
-    said = {
-        command[0]: run(*command)
-        for command in (["ls"], ["show", digest_of(name), "--files"], ["verify"], ["rm", "org--model", "--yes"])
-    }
+    commands = ["ls"], ["show", digest_of(name), "--files"], ["verify"], ["rm", "org--model", "--yes"]
+    said = {command[0]: run(*command) for command in commands}
     assert not [found for found in said.values() if ESCAPE in found.out + found.err]
     assert "[link=https://example.com]GPU[/link]" in said["ls"].out
     assert "[red]a" in said["show"].out
@@ -231,9 +228,8 @@ def test_verify_says_of_each_pack_its_state_and_why_and_ends_with_1(run, root, l
         (line,) = [row for row in found.lines if name in row or (state == "sound" and row.startswith("sound"))]
         assert line.startswith(state)
         assert why in line
-    assert {p["entry"]["name"]: p["state"] for p in run("verify", "--json").json["packs"]} == {
-        name: state for name, (state, _) in kinds.items()
-    }
+    states = {name: state for name, (state, _) in kinds.items()}
+    assert {p["entry"]["name"]: p["state"] for p in run("verify", "--json").json["packs"]} == states
     shown = run("show", f"{key.environment}/org--model/version-1")
     assert shown.code == 0
     assert "it ends after 5 bytes, inside its header" in shown.out

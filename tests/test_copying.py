@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from filled_stores import damage, put_pack, put_record
-from machines import Watched, read_files
+from machines import RULES, Watched, read_files
 
 from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.storage.copy import Copied, copy_versions
@@ -20,7 +20,6 @@ from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
 
 MIB = 1 << 20
-LIMITS = Limits()
 
 
 @pytest.fixture
@@ -47,10 +46,8 @@ def noise(size_bytes: int) -> bytes:
     return random.Random(size_bytes).randbytes(size_bytes)
 
 
-def copy(
-    source: ObjectStore, target: ObjectStore, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
-) -> Copied:
-    return copy_versions(source, target, lambda key: True, Rules(limits, trusted or TrustedKeys()))
+def copy(source: ObjectStore, target: ObjectStore, rules: Rules = RULES) -> Copied:
+    return copy_versions(source, target, lambda key: True, rules)
 
 
 # What arrives.
@@ -74,7 +71,7 @@ def test_only_packs_that_are_wanted_are_copied_and_other_objects_stay(source, ta
     put_pack(source, replace(key, environment="0" * 32))
     for other in ("used-2026-11-20", "notes.txt"):
         source.put(key.prefix + other, b"")
-    copied = copy_versions(source, target, lambda k: k == key, Rules())
+    copied = copy_versions(source, target, lambda k: k == key, RULES)
     assert list(copied.packs) == [entry.name for entry in target.list("")] == [wanted]
 
 
@@ -107,8 +104,8 @@ def test_a_pack_that_a_boot_refuses_is_not_copied_but_named_and_the_others_arriv
         source.put(bad, tmp_path / "source" / sound)
     read_bytes: list[int] = []
     reads = Watched(tmp_path / "source", read=lambda name, start, size_bytes: read_bytes.append(size_bytes))
-    limits = Limits(size_bytes=MIB) if what == "too large" else LIMITS
-    copied = copy(reads, target, limits, TrustedKeys([public]))
+    limits = Limits(size_bytes=MIB) if what == "too large" else Limits()
+    copied = copy(reads, target, Rules(limits, TrustedKeys([public])))
     assert [(name, refused.is_final) for name, refused in copied.refused.items()] == [(bad, True)]
     assert [entry.name for entry in target.list("")] == [sound]
     assert (sum(read_bytes) > 9 * MIB) == (what == "damaged"), "what its head refuses is not read"

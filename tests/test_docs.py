@@ -39,6 +39,7 @@ _COMMAND = re.compile(r"(?:compile-cache|-m compile_cache\.cli) ([^|&;\"'\n`]*)"
 _EVENT = re.compile(r"[a-z_]+\.[a-z_]+(?= |$)")
 
 ALL_BLOCKS = [block for page in guides() for block in blocks(page)]
+ALL_CODES = [text for page in guides() for text in codes(page)]
 
 
 def of_language(*languages: str) -> list[Block]:
@@ -146,7 +147,7 @@ def test_a_page_has_what_its_script_prints(script, page):
 
 def test_extras_that_pip_shall_install_exist():
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = [name for page in guides() for text in codes(page) for name in installed_extras(text)]
+    named = [name for text in ALL_CODES for name in installed_extras(text)]
     assert named
     assert not set(named) - set(extras)
 
@@ -207,9 +208,7 @@ def test_methods_of_a_boot_exist(page):
 def test_metrics_exist():
     known = {text for text in texts() if text.startswith("compile_cache.")}
     modules = {path.stem for path in (PROJECT / "compile_cache").iterdir()}
-    named = {
-        name for page in guides() for text in codes(page) for name in re.findall(r"(?<!-m )compile_cache\.\w+", text)
-    }
+    named = {name for text in ALL_CODES for name in re.findall(r"(?<!-m )compile_cache\.\w+", text)}
     other = {f"compile_cache.{name}" for name in (*compile_cache.__all__, *modules)}
     assert named & known
     assert not named - known - other

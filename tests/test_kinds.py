@@ -39,6 +39,13 @@ def arrive(case: Case, code: Code) -> None:
     assert case.state is State.ARRIVED
 
 
+def third_size(kinds: Kinds, module: nn.Module) -> Case:
+    """The case of 32 rows; those of 16 and of 24 are being made."""
+    for rows in (16, 24):
+        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
+    return case_of(kinds, module, torch.ones(32, 4))
+
+
 def serve(case: Case, module: nn.Module) -> None:
     """As after a comparison that passed."""
     case.standings[module] = Standing.SERVES
@@ -114,9 +121,7 @@ def test_an_instance_that_no_graph_fitted_gets_another_case():
 
 def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     kinds, module = Kinds(), nn.Identity()
-    for rows in (16, 24):
-        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
-    dynamic, known = case_of(kinds, module, torch.ones(32, 4)), next(iter(kinds))
+    dynamic, known = third_size(kinds, module), next(iter(kinds))
     for known.state, opened in ((State.NEW, ()), (State.EAGER, ((0, 0),))):  # for one that is NEW again, code is stored
         kinds.leave_sizes_open(dynamic, module)
         assert dynamic.spec.open == opened
@@ -183,9 +188,7 @@ def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_
 
 def test_an_eager_case_hides_no_code_that_leaves_its_sizes_open():
     kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
-    for rows in (16, 24):
-        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
-    dynamic = case_of(kinds, module, torch.ones(32, 4))
+    dynamic = third_size(kinds, module)
     kinds.leave_sizes_open(dynamic, module)
     arrive(dynamic, Code(lambda x: True))
     case = next(case for case in kinds if case.spec.sizes == ((16, 4),))
@@ -217,9 +220,7 @@ def test_calls_that_grow_cost_a_bounded_number_of_cases_whatever_else_they_are_t
 
 def test_a_case_that_made_room_for_another_thread_is_ordered_as_it_is():
     kinds, module = Kinds(), nn.Identity()
-    for rows in (16, 24):
-        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
-    case = case_of(kinds, module, torch.ones(32, 4))
+    case = third_size(kinds, module)
     for number in range(64):
         case_of(kinds, module, str(number)).move(State.CLAIMED)
     assert case.move(State.CLAIMED)

@@ -45,18 +45,13 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("certificates"), *HOSTS)
 
 
-@pytest.fixture(scope="module")
-def certificate(certified: Certificates) -> Path:
-    return certified.authority
-
-
 @pytest.fixture
-def files(tmp_path: Path, certificate: Path) -> LoraFiles:
-    return made_files(tmp_path / "loras", certificate)
+def files(tmp_path: Path, certified: Certificates) -> LoraFiles:
+    return made_files(tmp_path / "loras", certified)
 
 
-def made_files(folder: Path, certificate: Path, **limits: Any) -> LoraFiles:
-    return LoraFiles(folder, tls=ssl.create_default_context(cafile=certificate), **limits)
+def made_files(folder: Path, certified: Certificates, **limits: Any) -> LoraFiles:
+    return LoraFiles(folder, tls=ssl.create_default_context(cafile=certified.authority), **limits)
 
 
 @pytest.fixture
@@ -132,13 +127,13 @@ def handling(certified: Certificates, handle: Callable[[ssl.SSLSocket], None]) -
 
 
 @pytest.fixture
-def local(tmp_path: Path, certificate: Path) -> LoraFiles:
+def local(tmp_path: Path, certified: Certificates) -> LoraFiles:
     """With two local folders, of which one is a link."""
     for name in ("mine", "mine/sub", "real", "others"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.safetensors").write_bytes(LORA)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    return made_files(tmp_path / "loras", certificate, local=[tmp_path / "mine", tmp_path / "link"])
+    return made_files(tmp_path / "loras", certified, local=[tmp_path / "mine", tmp_path / "link"])
 
 
 @pytest.mark.parametrize("name", ["mine/a", "mine/sub/a", "mine/sub/../a", "link/a", "real/a", "others/../mine/a"])
@@ -198,7 +193,7 @@ def test_other_names_are_refused(files, tmp_path, name):
 # Addresses
 
 
-def test_an_address_is_downloaded_once_and_a_kept_file_needs_no_network(files, tmp_path, certificate, serve, ports):
+def test_an_address_is_downloaded_once_and_a_kept_file_needs_no_network(files, tmp_path, certified, serve, ports):
     """Also in the next process, and with another token."""
     served = serve("civitai.com", answer("200 OK", LORA))
     path = path_of(files, CIVITAI, None, "one")
@@ -208,7 +203,7 @@ def test_an_address_is_downloaded_once_and_a_kept_file_needs_no_network(files, t
     assert len(served.requests) == 1
     assert left_in(tmp_path / "loras") == [path]
     ports.clear()
-    assert path_of(made_files(tmp_path / "loras", certificate), CIVITAI, None, "another") == path
+    assert path_of(made_files(tmp_path / "loras", certified), CIVITAI, None, "another") == path
 
 
 def test_the_query_is_sent_and_distinguishes(files, serve):
@@ -274,11 +269,11 @@ def test_other_answers_are_refused_and_leave_nothing(files, tmp_path, serve, ans
 
 
 @pytest.mark.parametrize("form", [lambda body: answer("200 OK", body), without_length], ids=["length", "no length"])
-def test_a_file_of_the_largest_size_is_taken_and_no_larger_one(tmp_path, certificate, serve, form):
+def test_a_file_of_the_largest_size_is_taken_and_no_larger_one(tmp_path, certified, serve, form):
     serve("loras.example", form(LORA))
-    assert "larger than" in refusal(made_files(tmp_path, certificate, largest_bytes=len(LORA) - 1), ADDRESS)
+    assert "larger than" in refusal(made_files(tmp_path, certified, largest_bytes=len(LORA) - 1), ADDRESS)
     assert left_in(tmp_path) == []
-    assert path_of(made_files(tmp_path, certificate, largest_bytes=len(LORA)), ADDRESS).exists()
+    assert path_of(made_files(tmp_path, certified, largest_bytes=len(LORA)), ADDRESS).exists()
 
 
 # Who is asked
@@ -427,11 +422,11 @@ def test_a_full_disk_is_an_error_in_words(files, tmp_path, serve, monkeypatch):
     assert left_in(tmp_path / "loras") == []
 
 
-def test_the_least_recently_used_files_are_evicted(tmp_path, certificate, serve):
+def test_the_least_recently_used_files_are_evicted(tmp_path, certified, serve):
     """And no other files of the folder."""
     serve("loras.example", answer("200 OK", LORA))
     folder = tmp_path / "loras"
-    files = made_files(folder, certificate, most_bytes=3 * len(LORA))
+    files = made_files(folder, certified, most_bytes=3 * len(LORA))
     (folder / "mine.safetensors").write_bytes(LORA)
     addresses = [f"https://loras.example/{number}.safetensors" for number in range(4)]
     first, _, third = (path_of(files, address) for address in addresses[:3])
@@ -442,10 +437,10 @@ def test_the_least_recently_used_files_are_evicted(tmp_path, certificate, serve)
     assert set(folder.iterdir()) == {first, third, fourth, folder / "mine.safetensors"}
 
 
-def test_the_files_of_one_request_are_kept_however_large_they_are(tmp_path, certificate, serve):
+def test_the_files_of_one_request_are_kept_however_large_they_are(tmp_path, certified, serve):
     """Also one that was there before the other came, and the only one of a request."""
     serve("loras.example", answer("200 OK", LORA))
-    files = made_files(tmp_path, certificate, most_bytes=1)
+    files = made_files(tmp_path, certified, most_bytes=1)
     first, second, third = (f"https://loras.example/{number}.safetensors" for number in range(3))
     assert all(path.exists() for path in files.paths([first, second]))
     kept = files.paths([third, second])
@@ -461,13 +456,13 @@ def test_a_folder_that_was_deleted_is_made_again(files, tmp_path, serve):
 
 
 @pytest.fixture
-def read_only(certificate: Path, serve: Serve) -> Iterator[LoraFiles]:
+def read_only(certified: Certificates, serve: Serve) -> Iterator[LoraFiles]:
     """A folder with the LoRA of ADDRESS, which everybody may read and nobody write."""
     serve("loras.example", answer("200 OK", LORA))
     with TemporaryDirectory() as folder:
-        path_of(made_files(Path(folder), certificate), ADDRESS)
+        path_of(made_files(Path(folder), certified), ADDRESS)
         os.chmod(folder, 0o555)
-        yield made_files(Path(folder), certificate)
+        yield made_files(Path(folder), certified)
 
 
 def test_a_folder_that_cannot_be_written_gives_the_files_that_it_has(read_only, not_root):
@@ -499,7 +494,7 @@ lora_files.LoraFiles(Path(folder), tls=ssl.create_default_context(cafile=certifi
 """
 
 
-def test_a_killed_download_leaves_nothing_that_is_used(tmp_path, certificate, certified, serve):
+def test_a_killed_download_leaves_nothing_that_is_used(tmp_path, certified, serve):
     folder = tmp_path / "loras"
     is_half_sent, is_killed = threading.Event(), threading.Event()
 
@@ -509,7 +504,7 @@ def test_a_killed_download_leaves_nothing_that_is_used(tmp_path, certificate, ce
         is_killed.wait(30)
 
     with handling(certified, handle) as port:
-        arguments = (str(folder), str(certificate), f"https://127.0.0.1:{port}/lora.safetensors")
+        arguments = (str(folder), str(certified.authority), f"https://127.0.0.1:{port}/lora.safetensors")
         process = subprocess.Popen([sys.executable, "-c", KILLED, *arguments], cwd=Path(__file__).parents[1])
         assert is_half_sent.wait(30)
         process.kill()
@@ -517,7 +512,7 @@ def test_a_killed_download_leaves_nothing_that_is_used(tmp_path, certificate, ce
         is_killed.set()
     assert [path.name[:5] for path in folder.iterdir()] == ["part-"]
     serve("loras.example", answer("200 OK", LORA))
-    files = made_files(folder, certificate)
+    files = made_files(folder, certified)
     assert path_of(files, ADDRESS).read_bytes() == LORA
     assert left_in(folder) == [path_of(files, ADDRESS)]
 
@@ -615,11 +610,11 @@ def test_a_missing_repository_is_an_error_in_words_with_200_characters_of_the_na
     assert refusal(files, "org/" + "x" * 100_000).count("x") < 220
 
 
-def test_a_larger_file_of_a_repository_is_not_downloaded_and_a_pickle_is_refused(tmp_path, certificate, hub):
-    assert "larger than" in refusal(made_files(tmp_path, certificate, largest_bytes=len(LORA) - 1), "org/name")
+def test_a_larger_file_of_a_repository_is_not_downloaded_and_a_pickle_is_refused(tmp_path, certified, hub):
+    assert "larger than" in refusal(made_files(tmp_path, certified, largest_bytes=len(LORA) - 1), "org/name")
     assert len(hub.requests) == 1
     hub.files = {"a.safetensors": PICKLE}
-    assert "no whole safetensors file" in refusal(made_files(tmp_path, certificate), "org/name")
+    assert "no whole safetensors file" in refusal(made_files(tmp_path, certified), "org/name")
     assert left_in(tmp_path) == []
 
 

@@ -107,18 +107,17 @@ def open_bucket(request, s3_variables) -> Callable[[str, str], ObjectStore]:
     """Opens a store of a kind in a bucket of the S3 server."""
 
     def open_in(kind: str, bucket: str) -> ObjectStore:
-        if kind == "s3":
-            return S3Store(bucket, PREFIX)
         if kind == "cloud-gs":
             request.getfixturevalue("google")
-            return open_url(f"gs://{bucket}/{PREFIX}")
-        return open_obstore_s3(bucket)
+        return open_kind(kind, bucket)
 
     return open_in
 
 
-def open_obstore_s3(bucket: str) -> CloudStore:
+def open_kind(kind: str, bucket: str) -> ObjectStore:
     """At the endpoint that the environment names."""
+    if kind != "cloud-s3":
+        return open_url(f"{kind.removeprefix('cloud-')}://{bucket}/{PREFIX}")
     from obstore.store import S3Store
 
     options = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 2}}
@@ -291,11 +290,7 @@ def open_at(kind: str, port: int, monkeypatch: pytest.MonkeyPatch) -> ObjectStor
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("GOOGLE_BASE_URL", f"https://127.0.0.1:{port}")
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "token")
-    if kind == "cloud-gs":
-        return open_url("gs://bucket/prefix")
-    if kind == "cloud-s3":
-        return open_obstore_s3("bucket")
-    return open_url("s3://bucket" if kind == "s3" else f"{kind}://127.0.0.1:{port}")
+    return open_kind(kind, "bucket") if kind in BUCKETS else open_url(f"{kind}://127.0.0.1:{port}")
 
 
 # Opening
@@ -320,26 +315,18 @@ def test_an_s3_or_google_url_opens_a_bucket_and_a_prefix_in_it(s3_bucket, google
     assert store.location == f"{scheme}://{s3_bucket.name}/a/b/" + (f" at {s3_server}" if scheme == "s3" else "")
 
 
-@pytest.mark.parametrize(
-    ("url", "package", "extra"),
-    [
-        ("s3://bucket", "boto3", "s3"),
-        ("gs://bucket", "obstore", "clouds"),
-        ("az://container", "obstore", "clouds"),
-        ("https://host/folder", "obstore", "clouds"),
-    ],
-)
-def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, url, package, extra):
-    module = {"s3": "s3", "clouds": "cloud"}[extra]
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://container", "https://host/folder"])
+def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, url):
+    is_s3 = url.startswith("s3:")
+    module, package, extra = ("s3", "boto3", "s3") if is_s3 else ("cloud", "obstore", "clouds")
     monkeypatch.delitem(sys.modules, f"compile_cache.storage.stores.{module}")
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SettingsError) as caught:
         open_url(url)
-    assert f"needs the package {package}: pip install '.[{extra}]' in a checkout of cog-compile-cache" in str(
-        caught.value
-    )
+    remedy = f"pip install '.[{extra}]' in a checkout of cog-compile-cache"
+    assert f"needs the package {package}: {remedy}" in str(caught.value)
 
 
 def test_layers_are_read_before_the_store_that_is_written_if_any(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import toxic_proxy
 from machines import Machine, read_files
-from marked_processes import wait_for
+from marked_processes import PATIENCE_S, wait_for
 from toxic_proxy import Request, ToxicProxy, Toxin
 
 from compile_cache.key.cache_key import environment_for, key_for
@@ -32,24 +32,20 @@ SMALL = {"fxgraph/ab/fabc/one": b"a graph", "ab/wrapper.py": b"x = 1", "empty": 
 MADE = {**SMALL, "ab/kernel.so": os.urandom(300_000)}
 # Random, so that it cannot be compressed: larger than the first read of a pack.
 LARGE = {"ab/kernel.so": os.urandom(3 << 20), "cd/kernel.so": os.urandom(1 << 10)}
-PATIENCE_S = 60
 RESTORE_TIMEOUT_S = 0.3
 EXIT_BUDGET_S = 0.2
 # A limit of the library's own is kept to within this, on a machine that does other things as well.
 SLACK_S = 5
 
-HANGING: dict[str, Toxin] = {
-    "trickle": toxic_proxy.trickle,
-    "stall": toxic_proxy.stall,
-    "stall in the body": toxic_proxy.stall_in_the_body,
-}
-FAILING: dict[str, Toxin] = {
-    "reset": toxic_proxy.reset,
-    "close early": toxic_proxy.close_early,
-    "lose the answer": toxic_proxy.lose_answer,
-    "overstate": toxic_proxy.overstate,
-    "understate": toxic_proxy.understate,
-    "send nothing": toxic_proxy.send_nothing,
+
+def by_name(*toxins: Toxin) -> dict[str, Toxin]:
+    return {toxin.__name__: toxin for toxin in toxins}
+
+
+HANGING = by_name(toxic_proxy.trickle, toxic_proxy.stall, toxic_proxy.stall_in_the_body)
+FAILING = {
+    **by_name(toxic_proxy.reset, toxic_proxy.close_early, toxic_proxy.lose_answer),
+    **by_name(toxic_proxy.overstate, toxic_proxy.understate, toxic_proxy.send_nothing),
     **{str(status): toxic_proxy.page(status) for status in (500, 503, 403, 404)},
 }
 # What can be told from a good answer at once; `overstate` cannot.

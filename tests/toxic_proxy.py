@@ -146,11 +146,7 @@ def stall(exchange: Exchange) -> bool:
 
 def stall_in_the_body(exchange: Exchange) -> bool:
     """Half of a body, and then nothing more."""
-    if exchange.request.body_bytes:
-        exchange.read_body(exchange.request.body_bytes // 2)
-    else:
-        answer = exchange.answer()
-        exchange.send(answer, sent_bytes=len(answer.body) // 2)
+    _send_half(exchange)
     exchange.pause()
     return False
 
