@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
-from blocks import Kind
+from blocks import SIZE, Kind
 from torch import nn
 
 from compile_cache.calls.description import structure, structure_digest
 from compile_cache.calls.pickling import receive
 from compile_cache.calls.spec import CallSpec, call_region
-
-SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)

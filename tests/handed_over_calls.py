@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from handed_over import SIZE, Attributed, Complex, Labelled, Layers, Quantized
 from torch import nn
 
-PROJECT = Path(__file__).parent.parent
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 

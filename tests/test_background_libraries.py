@@ -15,7 +15,7 @@ from typing import Any
 
 from background_handlers import build_source
 from machines import Machine
-from marked_processes import wait_for
+from marked_processes import PATIENCE_S, wait_for
 
 from compile_cache.background import orders as orders_module
 from compile_cache.background.orders import Order, Orders
@@ -25,7 +25,6 @@ from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.stores.local import LocalStore
 
 KILLS = 50
-PATIENCE_S = 120.0
 # About as long as the compiler and the linker take, and as long as the linker writes.
 BUILD_S, WRITE_S = 0.1, 0.01
 

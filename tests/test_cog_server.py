@@ -9,13 +9,12 @@ import signal
 import time
 from pathlib import Path
 
-from boots import ONE_CLASS, after, assert_fully_warm, boot_once, settings, stored
+from boots import ONE_CLASS, TESTS, after, assert_fully_warm, boot_once, settings, stored
 from cog_server import CogServer
 from marked_processes import wait_for
 from namespaces import in_container
 from web_servers import answering
 
-TESTS = Path(__file__).parent
 # Cog kills its worker 10 s after it has told it to stop.
 COG_LIMIT_S = 10
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from boots import python_path
+from boots import python_path, run_boot
 from run_examples import CASES, EXAMPLES, main
 from tiny_models import MODELS
 
@@ -50,9 +49,8 @@ def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_libra
 
 
 def test_a_merged_lora_is_diffusers_own_and_leaves_nothing(tmp_path):
-    command = [sys.executable, Path(__file__).with_name("fused_loras.py"), tmp_path]
     environ = {**os.environ, "PYTHONPATH": python_path(EXAMPLES, EXAMPLES / "flux-lora", Path(sys.prefix, "lora"))}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    done = run_boot(environ, str(tmp_path), forked=False, program="fused_loras")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     for name in ("alpha in the header", "a bias"):

@@ -75,8 +75,9 @@ def test_only_slow_calls_are_noted_once_each_and_the_slowest_first():
 def test_no_call_is_made_once_the_weights_are_there():
     loaded = threading.Event()
     loaded.set()
+    noted = slow_calls(draw, [PICTURE], least_s=0.0)
     with Seen() as made:
-        make_calls(slow_calls(draw, [PICTURE], least_s=0.0), loaded)
+        make_calls(noted, loaded)
     assert made.calls == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hostile_packs import OURS, assemble, digest, encode, name_of
+from hostile_packs import KEY, OURS, assemble, digest, encode, name_of
 from programs import run_program
 
 from compile_cache.errors import PackError
@@ -21,7 +21,6 @@ from compile_cache.storage.stores.local import LocalStore
 
 MB = 1_000_000
 MANIFEST_BYTES = 32 << 20
-KEY = CacheKey("environment", "model", "version")
 NOTHING = digest(b"").encode()
 # Runs one of this module's functions with each of some arguments, each time in a process of its own, and prints by how
 # many bytes its memory grew at most.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from machines import Machine, Watched
-from marked_processes import wait_for
+from marked_processes import PATIENCE_S, wait_for
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
@@ -22,7 +22,6 @@ from compile_cache.storage.outgoing import Outgoing
 from compile_cache.storage.stores.base import ObjectStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
-PATIENCE_S = 60
 
 
 class Hanging:

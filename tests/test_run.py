@@ -45,9 +45,8 @@ print(len(came), "interrupts", flush=True)
 
 
 @pytest.fixture
-def marked(variables):
+def marked(variables, marked):
     """Nothing that a test has started is left."""
-    marked = Marked()
     yield marked
     assert not marked.pids()
 

@@ -14,6 +14,7 @@ import types
 import pytest
 from boots import TESTS, settings
 from marked_processes import wait_for
+from programs import run_program
 
 from compile_cache.inductor import toolchain
 from compile_cache.storage.directory import CacheDirectory
@@ -39,11 +40,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def started_by_boot(environ: dict[str, str]) -> list[str]:
+def started_by_boot(environ: dict[str, str | None]) -> list[str]:
     """What a boot of the toy model starts that it should not, but for questions to the compiler, which take
     milliseconds: processes, and imports in the thread that only loads."""
-    command = [sys.executable, "-c", AUDITED, str(TESTS / "boot_once.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    done = run_program(AUDITED, TESTS / "boot_once.py", **environ)
     assert done.returncode == 0, done.stderr
     started = [line for line in done.stderr.splitlines() if line.startswith("STARTED")]
     # A library of torch's CUDA builds looks for the CUDA driver by it when it is imported.
@@ -51,8 +51,7 @@ def started_by_boot(environ: dict[str, str]) -> list[str]:
 
 
 def test_warm_boot_on_a_cpu_compiles_nothing_and_the_thread_that_loads_imports_nothing_of_torchs_compiler(tmp_path):
-    environ = settings(tmp_path)
-    environ.pop("TORCHINDUCTOR_VEC_ISA_OK", None)
+    environ = settings(tmp_path) | {"TORCHINDUCTOR_VEC_ISA_OK": None}
     cold = started_by_boot(environ)
     assert any("g++" in line for line in cold), "a cold boot compiles"
     assert any("LoadLibrary" in line for line in cold), "a cold boot loads its tests"
