@@ -46,10 +46,8 @@ def guides() -> list[Path]:
 
 def pages() -> list[Path]:
     """Every page of the repository."""
-    folders = [PROJECT, *(folder for folder in PROJECT.iterdir() if folder.is_dir() and _is_ours(folder))]
-    return sorted(
-        {path for folder in folders for path in (folder.glob("*.md") if folder == PROJECT else folder.rglob("*.md"))}
-    )
+    folders = [folder for folder in PROJECT.iterdir() if folder.is_dir() and _is_ours(folder)]
+    return sorted({*PROJECT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))})
 
 
 def _is_ours(folder: Path) -> bool:

@@ -122,9 +122,8 @@ class Choosing(Product):
 
 
 def bert() -> nn.Module:
-    return BertModel(
-        BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return BertModel(BertConfig(vocab_size=9, **sizes))
 
 
 def inputs(name: str) -> tuple[Any, ...]:

@@ -216,18 +216,11 @@ def test_timing_changes_no_input(directory):
     torch.testing.assert_close(answer, expected.mm(y))
 
 
-@pytest.mark.parametrize(
-    ("compiled_ms", "eager_ms", "line"),
-    [
-        (1.0, 1.32, "region Block x1: cold, 0.00 s, 1.32 x eager's speed"),
-        (1.0, 0.95, "region Block x1: cold, 0.00 s, 0.95 x eager's speed"),
-        (1.5, 1.0, "region Block x1: cold, 0.00 s, 0.67 x eager's speed"),
-    ],
-)
-def test_the_report_says_how_fast_a_region_is(compiled_ms, eager_ms, line):
+@pytest.mark.parametrize(("compiled_ms", "eager_ms", "speed"), [(1.0, 1.32, 1.32), (1.0, 0.95, 0.95), (1.5, 1.0, 0.67)])
+def test_the_report_says_how_fast_a_region_is(compiled_ms, eager_ms, speed):
     region = RegionReport("Block", 1, "cold")
     region.note_made(Answer(compiled_ms=compiled_ms, eager_ms=eager_ms))
-    assert line in BootReport(regions=[region]).lines()
+    assert f"region Block x1: cold, 0.00 s, {speed} x eager's speed" in BootReport(regions=[region]).lines()
 
 
 def test_the_times_of_a_region_are_those_of_its_slowest_call():

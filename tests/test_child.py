@@ -95,9 +95,7 @@ def test_process_finds_the_library_and_handlers_that_are_on_the_servers_path_alo
     shutil.copytree(library, tmp_path / "library" / "compile_cache")
     handlers = tmp_path / "predictor" / "handlers_of_predictor.py"
     handlers.parent.mkdir()
-    handlers.write_text(
-        "import compile_cache\ndef make(setup):\n    return lambda job: compile_cache.__file__.encode()\n"
-    )
+    handlers.write_text("import compile_cache\nmake = lambda _: lambda _: compile_cache.__file__.encode()\n")
     (tmp_path / "json.py").write_text("raise ImportError('not this one')\n")
     asks = ASKS.format(path=["library", str(handlers.parent)], handlers="handlers_of_predictor", told="print(answer)")
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -85,12 +85,10 @@ def test_a_lasting_worker_compiles_in_the_background_and_a_given_value_wins(tmp_
     assert started(WORKER, tmp_path, arguments, **variables) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"), [(COG, ONE_ANSWER), (KEPT, BACKGROUND)], ids=["cog run", "cog serve"]
-)
-def test_a_server_in_a_mounted_project_lasts_only_if_it_says_so(in_mount, arguments, expected):
+@pytest.mark.parametrize(("given", "expected"), [(COG, ONE_ANSWER), (KEPT, BACKGROUND)], ids=["cog run", "cog serve"])
+def test_a_server_in_a_mounted_project_lasts_only_if_it_says_so(in_mount, given, expected):
     """The server of `cog run` ends after one prediction."""
-    assert started(WORKER, in_mount[0], arguments, in_mount[1]) == expected
+    assert started(WORKER, in_mount[0], given, in_mount[1]) == expected
 
 
 def test_a_server_of_one_prediction_leaves_to_later_runs_what_takes_long(in_mount, tmp_path):

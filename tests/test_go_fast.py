@@ -7,16 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import (
-    ChromaTransformer2DModel,
-    FluxTransformer2DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-    UNet2DConditionModel,
-    ZImageTransformer2DModel,
-)
 from read_digits import DIGIT_WORDS, share_read
 from test_lora import write
 from torch import nn
@@ -97,12 +90,12 @@ def test_requests_choose_what_the_setting_allows():
 
 
 NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "FLUX": (FluxTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
-    "SD 3": (SD3Transformer2DModel, {"num_layers": 2}),
-    "Qwen-Image": (QwenImageTransformer2DModel, {"num_layers": 1}),
-    "Chroma": (ChromaTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
-    "Z-Image": (ZImageTransformer2DModel, {"n_layers": 1, "n_refiner_layers": 1}),
-    "Stable Diffusion": (UNet2DConditionModel, {}),
+    "FLUX": (diffusers.FluxTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
+    "SD 3": (diffusers.SD3Transformer2DModel, {"num_layers": 2}),
+    "Qwen-Image": (diffusers.QwenImageTransformer2DModel, {"num_layers": 1}),
+    "Chroma": (diffusers.ChromaTransformer2DModel, {"num_layers": 1, "num_single_layers": 1}),
+    "Z-Image": (diffusers.ZImageTransformer2DModel, {"n_layers": 1, "n_refiner_layers": 1}),
+    "Stable Diffusion": (diffusers.UNet2DConditionModel, {}),
 }
 
 

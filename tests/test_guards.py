@@ -115,9 +115,7 @@ CHANGES: dict[str, Callable[[Paired], object]] = {
     "a forward": lambda module: setattr(module.right, "forward", lambda x: x * 3),
     "a forward that is false": lambda module: setattr(module.right, "forward", Chain()),
     "parameters' dictionary": lambda module: setattr(module.left, "_parameters", OrderedDict(module.left._parameters)),
-    "parameters' other dictionary": lambda module: setattr(
-        module.left, "_parameters", Doubled(module.left._parameters)
-    ),
+    "doubled parameters": lambda module: setattr(module.left, "_parameters", Doubled(module.left._parameters)),
     "parts' dictionary": other_parts,
     "a zero's sign": lambda module: setattr(module, "pair", (1.0, -0.0)),
     "a flag that is a number": lambda module: setattr(module, "flags", (1, 2)),

@@ -26,11 +26,8 @@ def test_what_has_no_name_cannot_be_imported(value):
 
 def test_modules_that_this_process_made_are_missing_in_another(monkeypatch):
     monkeypatch.setitem(sys.modules, "made_here", types.ModuleType("made_here"))
-    assert (
-        why_not("made_here")
-        == why_not("made_here.inner")
-        == ("the module made_here was made in this process and cannot be imported")
-    )
+    reason = "the module made_here was made in this process and cannot be imported"
+    assert why_not("made_here") == why_not("made_here.inner") == reason
     assert "belongs to the main program" in why_not("__main__")
     assert why_not("blocks") == why_not("torch.nn.functional") == ""
 

@@ -135,10 +135,8 @@ def test_an_untrusted_certificate_is_an_error_that_names_the_variable(folder, ce
     """It is of an unknown authority, or of another host."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority) if trusted else os.devnull)
     monkeypatch.setenv("NO_PROXY", host)
-    with (
-        serving_folder(folder, ranges=True, context=tls(certificates)) as served,
-        pytest.raises(StoreError, match="SSL_CERT_FILE"),
-    ):
+    refusal = pytest.raises(StoreError, match="SSL_CERT_FILE")
+    with serving_folder(folder, ranges=True, context=tls(certificates)) as served, refusal:
         open_url(served.url.replace("127.0.0.1", host)).list("")
     assert served.requests == []
 

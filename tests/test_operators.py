@@ -93,9 +93,8 @@ def gated_by_definition(vector, gate, up):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_it_multiplies_what_is_gated(rows, columns, dtype, tolerance, device):
     given = gated_inputs(rows if device == "cuda" else min(rows, 512), columns, device, dtype)
-    torch.testing.assert_close(
-        gated_matrix_vector(*given).double(), gated_by_definition(*given), atol=tolerance / 10, rtol=tolerance
-    )
+    found = gated_matrix_vector(*given).double()
+    torch.testing.assert_close(found, gated_by_definition(*given), atol=tolerance / 10, rtol=tolerance)
 
 
 @pytest.mark.gpu
@@ -190,9 +189,8 @@ def attention_by_definition(query, key, value, position, scale, window, softcap)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_attention_gathers_what_the_definition_says_and_nothing_that_is_not_filled(case, dtype, tolerance, device):
     given = attention_inputs(case, device, dtype)
-    torch.testing.assert_close(
-        decode_attention(*given).double(), attention_by_definition(*given), atol=tolerance, rtol=tolerance
-    )
+    found = decode_attention(*given).double()
+    torch.testing.assert_close(found, attention_by_definition(*given), atol=tolerance, rtol=tolerance)
 
 
 OPERATORS = {

@@ -92,9 +92,8 @@ def test_work_is_done_at_once_by_threads_that_an_exit_does_not_wait_for():
 def test_where_no_thread_can_be_started_the_work_is_done_all_the_same():
     """At exit the interpreter starts none any more."""
     done = []
-    with mock.patch(
-        "threading.Thread.start", side_effect=RuntimeError("can't start new thread at interpreter shutdown")
-    ):
+    refusal = RuntimeError("can't start new thread at interpreter shutdown")
+    with mock.patch("threading.Thread.start", side_effect=refusal):
         in_daemon_threads(done.append, range(20))
     assert done == list(range(20))
 

@@ -112,13 +112,8 @@ def test_the_page_of_real_boots_has_every_section(run, page, booted, tmp_path):
     assert found.out == f"wrote {tmp_path / 'page.html'}: 2 boots\n", "a report given twice is one boot"
     shown = page()
     assert shown.sections == ["newest", "boots", "history"]
-    for text in (
-        "Boots of toy--model",
-        "All regions were loaded from the store.",
-        "no version of toy--model is stored",
-    ):
-        assert text in shown.text
-    for text in ("WideBlock x2", "NormBlock x2", "precompiled", "lookups found nothing"):
+    said = "Boots of toy--model", "All regions were loaded from the store.", "no version of toy--model is stored"
+    for text in (*said, "WideBlock x2", "NormBlock x2", "precompiled", "lookups found nothing"):
         assert text in shown.text
     assert f"READY after {restored['ready_s']:.2f} s" in "\n".join(shown.values("aria-label"))
     for lane in ("setup", "regions", "restore", "publish"):

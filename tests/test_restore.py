@@ -32,10 +32,9 @@ def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[[], Restore], 
 def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
     """So a new version rolls a read-only layer back."""
     for folder, outcome in (("store", "seeded"), ("layer", "miss")):
-        begin, key = prepare(
-            tmp_path / folder, store=str(tmp_path / folder / "store"), layers=(str(tmp_path / folder / "layer"),)
-        )
-        put_pack(LocalStore(tmp_path / folder / folder), replace(key, model_version="0"))
+        root = tmp_path / folder
+        begin, key = prepare(root, store=str(root / "store"), layers=(str(root / "layer"),))
+        put_pack(LocalStore(root / folder), replace(key, model_version="0"))
         assert begin().join()[0].outcome == outcome
 
 

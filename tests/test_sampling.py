@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from scipy.stats import chisquare
-from transformers import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from models.text.sampling import Sampler, Sampling
 
@@ -45,14 +39,14 @@ def prompt() -> torch.Tensor:
 
 def expected(sampling: Sampling) -> torch.Tensor:
     """The distribution that `generate` draws from, with the same arguments."""
-    processors = LogitsProcessorList()
+    processors = transformers.LogitsProcessorList()
     if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    processors.append(TemperatureLogitsWarper(sampling.temperature))
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(transformers.TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
-        processors.append(TopKLogitsWarper(sampling.top_k))
+        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        processors.append(TopPLogitsWarper(sampling.top_p))
+        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
     return processors(prompt()[None], logits()).softmax(dim=-1)[0]
 
 

@@ -41,10 +41,8 @@ def merge(packs: Sequence[Manifest]) -> Manifest:
 def test_packs_add_up_and_a_choice_says_which_pack_it_is_from():
     assert choose([]) == choose([pack(), pack()]) == {}
     assert contents(pack(file("a")), pack(file("b")), pack(file("c/d"))) == {"a": "A", "b": "A", "c/d": "A"}
-    assert {path: choice.pack for path, choice in choose([pack(file("a")), pack(), pack(file("b"))]).items()} == {
-        "a": 0,
-        "b": 2,
-    }
+    chosen = choose([pack(file("a")), pack(), pack(file("b"))])
+    assert {path: choice.pack for path, choice in chosen.items()} == {"a": 0, "b": 2}
 
 
 # By what is shown: the files of each pack, and what is chosen.

@@ -99,19 +99,16 @@ def test_weights_that_fit_into_the_buffer_do_not_overlap(monkeypatch):
 def test_integers_do_not_overlap():
     """A call may write one that is an index of another."""
     module = build(Layers)
-    module.tables = nn.ParameterList(
-        nn.Parameter(torch.zeros(WEIGHT_BYTES, dtype=torch.int8), requires_grad=False) for _ in range(LAYERS)
-    )
+    tables = (nn.Parameter(torch.zeros(WEIGHT_BYTES, dtype=torch.int8), requires_grad=False) for _ in range(LAYERS))
+    module.tables = nn.ParameterList(tables)
     made, _ = handed(module, tensor())
     assert not any(overlap(one, other) for one, other in combinations(made.tables, 2))
 
 
 def test_weights_that_are_mapped_take_no_room(monkeypatch):
     """Only some weights could be shared: the others do not get a buffer for all."""
-    own, shared = (
-        StorageLayout("cpu", 0, size, 0, torch.float32, handle, True)
-        for size, handle in ((WEIGHT_BYTES, None), (1 << 40, ("a handle",)))
-    )
+    own = StorageLayout("cpu", 0, WEIGHT_BYTES, 0, torch.float32, None, True)
+    shared = StorageLayout("cpu", 0, 1 << 40, 0, torch.float32, ("a handle",), True)
     storage = torch.zeros(1).untyped_storage()
     monkeypatch.setattr(tensors, "mapped", lambda handle: storage)
     made, mapping = tensors.make_storages([own, shared])

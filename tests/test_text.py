@@ -35,8 +35,7 @@ def changed(tmp_path):
 
     def change(name: str, **values: object) -> TextModel:
         path = folder / name
-        content = json.loads(path.read_text())
-        content.update(values)
+        content = {**json.loads(path.read_text()), **values}
         path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
         return TextModel.load(str(folder), None, SETTINGS)
 

@@ -110,9 +110,7 @@ def test_a_graph_entry_carries_the_binaries_alone_of_what_it_launches_and_no_ben
     bundled = [artifacts("WON", "poi"), artifacts("LOST", "poi"), artifacts("FUSION", "triton_")]
     bundle = TritonBundle([*bundled, artifacts("THEIRS", "flash_attention")], [static])
     trimmed = autotuner._trimmed(bundle)
-    kept = {
-        entry.kernel_hash: [artifact.filename for artifact in entry.artifacts] for entry in trimmed.kernel_artifacts
-    }
+    kept = {entry.kernel_hash: [part.filename for part in entry.artifacts] for entry in trimmed.kernel_artifacts}
     assert kept == {
         "WON": ["poi.cubin"],
         "LOST": ["poi.cubin"],

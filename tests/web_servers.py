@@ -56,9 +56,8 @@ def _sign(
     subject, by = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in (name, issuer))
     now = datetime.datetime.now(datetime.UTC)
     is_authority = name == issuer
-    uses = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
-    )
+    unused = "content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"
+    uses = dict.fromkeys(unused, False)
     names = x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)
     builder = (
         x509.CertificateBuilder(by, subject, key, x509.random_serial_number())
