@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 Dimensions = tuple[tuple[int, int], ...]
 
 
-# Dynamo's errors where the model's code breaks a graph or raises an error itself. A data-dependent branch is a
-# `UserError` on torch 2.13, and `Unsupported` on 2.11.
-_BREAKS = ("Unsupported", "UserError")
-# Words of these errors where a branch depends on the values of tensors.
+# Words of Dynamo's errors where a branch depends on the values of tensors.
 _ON_DATA = re.compile(r"data[- ]dependent|\.item\b|\.tolist\b|dynamic control flow", re.IGNORECASE)
 # The classes of which torch has made or found graphs.
 _with_graphs: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
@@ -55,12 +52,7 @@ _HEAD_START_CYCLES = 10_000_000
 
 def is_beyond_limit(error: BaseException) -> bool:
     """Whether torch refuses a graph because the function has too many."""
-    return _is_dynamos(error, ("FailOnRecompileLimitHit",))
-
-
-def _is_dynamos(error: BaseException, names: tuple[str, ...]) -> bool:
-    """Whether this is one of the named errors of Dynamo, which this torch may not have."""
-    return any(isinstance(error, getattr(torch._dynamo.exc, name, ())) for name in names)
+    return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +124,8 @@ class Graphs:
             function = types.FunctionType(call_by_graph.__code__.replace(co_name=name), call_by_graph.__globals__)
             named_mode = None if mode == "default" else mode
             compiled = torch.compile(function, fullgraph=is_whole, mode=named_mode, dynamic=dynamic)
-            run = getattr(torch._dynamo, "run", None)
             self._functions[is_whole, True] = compiled
-            self._functions[is_whole, False] = run(compiled) if run else call_by_graph
+            self._functions[is_whole, False] = torch._dynamo.run(compiled)
         return self._functions[is_whole, compiles]
 
 
@@ -256,9 +247,9 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
     call = copies()
     try:
         graphs.run(True, call)
-    except Exception as error:
-        if not _is_dynamos(error, _BREAKS):
-            raise
+    # The model's code breaks the graph, or raises an error itself. A data-dependent branch is a `UserError` on torch
+    # 2.13, and `Unsupported` on 2.11.
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         broken_by = first_line(error)
         graphs.run(False, copies())
     seconds, counts = time.perf_counter() - started, read_counts().since(counted)
@@ -343,10 +334,9 @@ def _time_ms(function: Callable[..., Any], call: Call) -> float:
         started = time.perf_counter()
         function(*call)
         return (time.perf_counter() - started) * 1e3
-    events: Any = torch.cuda  # torch's events are not annotated
-    start, end = events.Event(enable_timing=True), events.Event(enable_timing=True)
-    if wait := getattr(torch.cuda, "_sleep", None):
-        wait(_HEAD_START_CYCLES)
+    cuda: Any = torch.cuda  # these functions are not annotated
+    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    cuda._sleep(_HEAD_START_CYCLES)
     start.record()
     function(*call)
     end.record()
