@@ -8,7 +8,6 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path as FilePath
-from threading import Event
 from typing import Any, Iterator, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
@@ -76,10 +75,9 @@ class Predictor(Served):
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
             self.thread = compile_cache.ModelThread()
             self.boot.preload()
-            self.thread.begin(first_calls.make, self.boot, has_loaded := Event())
+            self.thread.begin(first_calls.make, self.boot)
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings, early)
-            has_loaded.set()
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
             self.thread.call(first_calls.note, self.boot, self.model.try_out, self.model.warm_up_inputs(sizes))
             for network, options in self.model.networks():
@@ -215,10 +213,9 @@ class TextPredictor(Served):
             self.thread = compile_cache.ModelThread()
             self.boot.prepare(prepare_process)
             self.boot.preload()
-            self.thread.begin(first_calls.make, self.boot, has_loaded := Event())
+            self.thread.begin(first_calls.make, self.boot)
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings, early)
-            has_loaded.set()
             self.thread.call(first_calls.note, self.boot, self.model.run, self.model.warm_up_inputs())
             # An answer calls the prefill once, so to load its code takes longer than the code saves.
             self.boot.compile(self.model.generator.prefill, whole=True, shares_weights=True, after_ready=True)

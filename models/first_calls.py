@@ -11,19 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_cache import Boot
-from compile_cache.files import replacing
 from compile_cache.importable import find
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -32,41 +28,40 @@ _NAME = "first_calls.json"
 _LEAST_S = 0.005
 
 
-def make(boot: Boot, has_loaded: threading.Event) -> None:
-    """Make the calls that an earlier boot has written down, until the weights have loaded. Waits for the restore."""
+def make(boot: Boot) -> None:
+    """Make the calls that an earlier boot has written down, until the phase `weights` has ended. Waits for the
+    restore."""
     path = boot.kept_file(_NAME)
     if path is None or not path.exists():
         return
     try:
-        make_calls(path.read_text(), has_loaded)
+        make_calls(path.read_text(), lambda: "weights" in boot.report.phases)
     except Exception as error:  # the warm-up makes them anyway
         log.info("first_calls.failed %s: %s", type(error).__name__, str(error).partition("\n")[0])
 
 
 @torch.inference_mode()
-def make_calls(noted: str, until: threading.Event) -> None:
-    """Make calls of torch's own operators with zeros, until an event.
+def make_calls(noted: str, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Make calls of torch's own operators with zeros, unless it `is_over`.
 
     Raises:
         Exception: any of a call, or these are none.
     """
     for name, *inputs in json.loads(noted):
-        if until.is_set():
-            return
-        args, kwargs = _made(inputs)
-        find(f"torch.ops:aten.{name}")(*args, **kwargs)
+        if not is_over():
+            args, kwargs = _made(inputs)
+            find(f"torch.ops:aten.{name}")(*args, **kwargs)
 
 
-def note(boot: Boot, run: Callable[[T], object], plan: Iterable[T]) -> None:
+def note(boot: Boot, run: Callable[[Any], object], plan: Iterable[Any]) -> None:
     """On a GPU, run the plan of the warm-up and write down its slow calls, unless an earlier boot has done so. Do this
     before anything is compiled."""
     path = boot.kept_file(_NAME)
     if path is not None and not path.exists() and torch.cuda.is_available():
-        with replacing(path) as file:
-            file.write(slow_calls(run, plan).encode())
+        path.write_text(slow_calls(run, plan))
 
 
-def slow_calls(run: Callable[[T], object], plan: Iterable[T], least_s: float = _LEAST_S) -> str:
+def slow_calls(run: Callable[[Any], object], plan: Iterable[Any], least_s: float = _LEAST_S) -> str:
     """The calls of operators in a plan's runs that kept the host for `least_s` or more, slowest first, as JSON: names,
     arguments, and of tensors their sizes and strides."""
     with _Noting(least_s) as noting:
@@ -102,8 +97,8 @@ class _Noting(TorchDispatchMode):
 def _described(value: object) -> dict[str, Any]:
     if not isinstance(value, torch.Tensor):
         raise TypeError
-    dtype = str(value.dtype).removeprefix("torch.")
-    return {"sizes": value.shape, "strides": value.stride(), "dtype": dtype, "device": value.device.type}
+    dtype, device = str(value.dtype).removeprefix("torch."), value.device.type
+    return {"sizes": value.shape, "strides": value.stride(), "dtype": dtype, "device": device}
 
 
 def _made(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def test_the_same_operators_are_called_with_zeros_of_the_same_sizes_and_strides(
     with Seen() as drawn:
         draw(PICTURE)
     with Seen() as made:
-        make_calls(slow_calls(draw, [PICTURE], least_s=0.0), threading.Event())
+        make_calls(slow_calls(draw, [PICTURE], least_s=0.0))
     for name in ("conv2d.default", "scaled_dot_product_attention.default", "index.Tensor", "cat.default"):
         assert next(call for call in drawn.calls if call[0] == f"aten.{name}") in made.calls
 
@@ -62,7 +61,7 @@ def test_random_calls_and_those_with_objects_are_left_out_and_random_numbers_sta
     assert "conv2d.default" in names
     assert not names & {"exponential_.default", "rand.default", "randn.generator"}
     before = torch.get_rng_state()
-    make_calls(noted, threading.Event())
+    make_calls(noted)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -73,18 +72,16 @@ def test_only_slow_calls_are_noted_once_each_and_the_slowest_first():
 
 
 def test_no_call_is_made_once_the_weights_are_there():
-    loaded = threading.Event()
-    loaded.set()
     noted = slow_calls(draw, [PICTURE], least_s=0.0)
     with Seen() as made:
-        make_calls(noted, loaded)
+        make_calls(noted, lambda: True)
     assert made.calls == []
 
 
 @pytest.mark.parametrize("damaged", ["", "{}x", '[["no_such.default", [], {}]]', '[["../load_library", ["x"], {}]]'])
 def test_what_is_damaged_is_an_error_that_a_boot_can_do_without(damaged):
     with pytest.raises(Exception, match=r"."):
-        make_calls(damaged, threading.Event())
+        make_calls(damaged)
 
 
 BOOT = """
@@ -121,4 +118,4 @@ def test_the_first_boot_on_a_gpu_notes_what_was_slow(tmp_path):
         path = boot.kept_file("first_calls.json")
         assert path is not None
         assert "conv2d.default" in {name for name, *_ in json.loads(path.read_text())}
-        make_calls(path.read_text(), threading.Event())
+        make_calls(path.read_text())

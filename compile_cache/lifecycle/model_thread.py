@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class ModelThread:
 
     def begin(self, function: Callable[..., object], *args: Any) -> None:
         """Call `function`, which handles its own errors, on the thread. Do not wait."""
-        self._calls.put(_Call(function, args))
+        self._calls.put(_Call(partial(function, *args)))
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` on the thread, with the caller's context variables.
@@ -58,7 +59,7 @@ class ModelThread:
 
         if threading.current_thread() is self._thread:
             return function(*args, **kwargs)
-        call = _Call(copy_context().run, (function, *args), kwargs)
+        call = _Call(partial(copy_context().run, function, *args, **kwargs))
         try:
             self._calls.put(call)
             while not call.has_ended.wait(_POLL_S):
@@ -83,13 +84,11 @@ class ModelThread:
 class _Call:
     """A call that waits, runs, or has ended."""
 
-    def __init__(
-        self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
         self.has_ended = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
-        self._work = function, args, kwargs or {}
+        self._work = work
         self._lock = threading.Lock()
         self._is_running = self._is_over = False
 
@@ -99,9 +98,8 @@ class _Call:
             self._is_running = not self._is_over
         try:
             if self._is_running:
-                function, args, kwargs = self._work
                 try:
-                    self.result = function(*args, **kwargs)
+                    self.result = self._work()
                 finally:
                     with self._lock:
                         self._is_over = True

@@ -5,7 +5,6 @@ All packs of a key add up.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -305,12 +304,10 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
 def _move_into(source: str, target: str) -> None:
     """Move what is in a folder into another one: whole folders where the other one has none of their name."""
     for name in os.listdir(source):
-        try:
-            os.rename(f"{source}/{name}", f"{target}/{name}")
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+        if os.path.isdir(f"{target}/{name}"):
             _move_into(f"{source}/{name}", f"{target}/{name}")
+        else:
+            os.rename(f"{source}/{name}", f"{target}/{name}")
 
 
 def _unpack(
