@@ -66,10 +66,10 @@ class Predictor(Served):
                 import torch
 
                 early.begin(torch.device("cuda", 0))
-                from models import first_calls
                 from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
+                from models.kernels import first_calls
 
                 import_pipeline(model, revision)
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
@@ -205,7 +205,7 @@ class TextPredictor(Served):
                 import torch
 
                 early.begin(torch.device("cuda", 0))
-                from models import first_calls
+                from models.kernels import first_calls
                 from models.text.model import TextModel, import_model
                 from models.text.steps import prepare_process
 

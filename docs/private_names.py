@@ -94,7 +94,7 @@ PRIVATE_NAMES = (
     PrivateNames(
         "torch._inductor.custom_graph_pass",
         "CustomGraphPass get_hash_for_files",
-        "our joined operators: a token of a language model is slower",
+        "language models on a GPU",
     ),
 )
 

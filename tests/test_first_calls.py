@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compile_cache
-from models.first_calls import make_calls, note, slow_calls
+from models.kernels.first_calls import make_calls, note, slow_calls
 
 PICTURE = torch.zeros(1, 3, 8, 8)
 WEIGHT = torch.zeros(4, 3, 3, 3)
