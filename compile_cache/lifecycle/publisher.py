@@ -138,7 +138,9 @@ class Publisher:
             self._attempt(self._merge, is_upkeep=True)
 
     def _merge(self) -> None:
-        log.info("publish.merged packs=%d", self._publication.merge(_CREATOR))
+        merged = self._publication.merge(_CREATOR)
+        self._report.merged_packs += merged
+        log.info("publish.merged packs=%d", merged)
 
     def _attempt(self, step: Callable[[], None], is_upkeep: bool = False) -> bool:
         """Do `step`, and write the report. A failure costs only the step, and is reported, unless the step is
