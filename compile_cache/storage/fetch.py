@@ -311,10 +311,7 @@ def _move_into(source: str, target: str) -> None:
 
 
 def _unpack(
-    store: ReadableStore,
-    inbox: Path,
-    needed: Sequence[tuple[StoredPack, set[str]]],
-    abandoned: threading.Event | None,
+    store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, set[str]]], abandoned: threading.Event | None
 ) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
     """Unpack the runs that hold the given paths of each pack, each pack into its own folder. Returns the packs that
     failed, with their errors."""
