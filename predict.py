@@ -13,6 +13,7 @@ from typing import Any, Iterator, List, Optional
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
 import compile_cache
+from compile_cache.errors import attempt
 from compile_cache.key.model_version import split_revision
 from models.early_weights import EarlyWeights, local_folder
 from models.image.settings import ImageSettings, choose_size, nearest_size, sizes_of
@@ -75,11 +76,11 @@ class Predictor(Served):
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
             self.thread = compile_cache.ModelThread()
             self.boot.preload()
-            self.thread.begin(first_calls.make, self.boot)
+            self.thread.begin(attempt, first_calls.make, self.boot)
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings, early)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
-            self.thread.call(first_calls.note, self.boot, self.model.try_out, self.model.warm_up_inputs(sizes))
+            self.thread.call(attempt, first_calls.note, self.boot, self.model.try_out, self.model.warm_up_inputs(sizes))
             for network, options in self.model.networks():
                 self.boot.compile(network, **options)
             plan = self.model.warm_up_inputs(sizes, self.boot.compiles_in_background)
@@ -188,8 +189,8 @@ class Predictor(Served):
     def _draw(self, first: Any, number: int, loras: List[Any], *file_format: Any) -> List[str]:
         """The files of pictures with seeds from `first.seed` on."""
         self.model.loras.use(loras)
-        pictures = (self.model.run(replace(first, seed=first.seed + more)) for more in range(number))
-        return self.files.save(pictures, *file_format)
+        numbered = (replace(first, seed=first.seed + more) for more in range(number))
+        return self.files.save(map(self.model.run, numbered), *file_format)
 
 
 class TextPredictor(Served):
@@ -213,10 +214,10 @@ class TextPredictor(Served):
             self.thread = compile_cache.ModelThread()
             self.boot.prepare(prepare_process)
             self.boot.preload()
-            self.thread.begin(first_calls.make, self.boot)
+            self.thread.begin(attempt, first_calls.make, self.boot)
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings, early)
-            self.thread.call(first_calls.note, self.boot, self.model.run, self.model.warm_up_inputs())
+            self.thread.call(attempt, first_calls.note, self.boot, self.model.run, self.model.warm_up_inputs())
             # An answer calls the prefill once, so to load its code takes longer than the code saves.
             self.boot.compile(self.model.generator.prefill, whole=True, shares_weights=True, after_ready=True)
             self.boot.compile(self.model.generator.decode, whole=True, shares_weights=True)

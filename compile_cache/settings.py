@@ -159,7 +159,8 @@ def _parsed(text: str, kind: Any) -> Any:
     try:
         value = msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as error:
-        choices = f"; give one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        named = ("true", "false") if bool in (kind, *get_args(kind)) else get_args(kind)
+        choices = f"; give one of {', '.join(named)}" if str in map(type, named) else ""
         raise ValueError(f"{error}{choices}") from error
     if isinstance(value, float) and not 0 <= value < 86_400:
         raise ValueError("must be seconds between 0 and 86400")

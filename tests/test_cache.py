@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from filled_stores import flip_last, put_as_newest, put_pack, set_age
-from machines import Machine, Watched
+from machines import Machine, Watched, write_files
 
 from compile_cache.errors import PackError, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
@@ -91,6 +91,14 @@ def test_another_machine_restores_the_same_files(store, machine, files):
     assert fetched.stored_bytes == sum(pack.stored_bytes for pack in packs)
     assert install(fetched, second.directory) == len(files)
     assert second.files() == files
+
+
+def test_what_an_earlier_round_of_a_fetch_left_behind_is_not_installed(local, machine):
+    first, second = machine(local), machine(local)
+    first.write(COLD)
+    (pack,) = first.publish()
+    write_files(second.directory.inbox / pack.name.partition(".")[0], {"left.so": b"not verified"})
+    assert second.restored() == COLD
 
 
 def test_packs_are_listed_by_their_key_oldest_first_and_nothing_else_is(store, machine, key):

@@ -87,6 +87,7 @@ def test_what_is_damaged_is_an_error_that_a_boot_can_do_without(damaged):
 BOOT = """
 import sys, torch, compile_cache
 with compile_cache.boot("org/model") as boot:
+    boot.preload()
     path = boot.kept_file("mine.json")
     print(path and path.exists() and path.read_text())
     if path and not path.exists():
@@ -114,6 +115,7 @@ def test_without_a_store_no_file_is_kept(tmp_path):
 def test_the_first_boot_on_a_gpu_notes_what_was_slow(tmp_path):
     model, picture = torch.nn.Conv2d(3, 4, 3).cuda(), torch.zeros(1, 3, 64, 64, device="cuda")
     with compile_cache.boot("org/model", environ=settings(tmp_path)) as boot:
+        boot.preload()
         note(boot, model, [picture])
         path = boot.kept_file("first_calls.json")
         assert path is not None

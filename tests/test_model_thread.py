@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from marked_processes import wait_for
 
 from compile_cache import ModelThread
 
@@ -113,6 +114,28 @@ def test_a_cancellation_ends_the_work_before_the_caller_goes_on(model):
     caller.cancel()
     assert len(seen) == 1
     assert model.call(lambda: "served") == "served"
+
+
+def test_a_cancelled_call_keeps_nothing_alive(model):
+    class Tensor:
+        pass
+
+    def work() -> None:
+        tensor = Tensor()
+        kept.append(weakref.ref(tensor))
+        while True:
+            time.sleep(0.001)
+
+    kept: list[weakref.ref[Tensor]] = []
+    gc.disable()
+    try:
+        caller = Caller(model, work)
+        wait_for(lambda: kept)
+        caller.cancel()
+        model.call(int)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_cancelled_call_that_waits_is_not_made_and_the_one_before_it_goes_on(model):

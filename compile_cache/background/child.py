@@ -124,7 +124,11 @@ class CompilingProcess:
             try:
                 if self._is_ready:
                     self._log_start = self._bound_log()
+                watchdog = threading.Timer(timeout_s + _END_S, self.stop)  # of a child that reads nothing
+                watchdog.daemon = True
+                watchdog.start()
                 answer = self._exchange(order, time.monotonic() + timeout_s)
+                watchdog.cancel()
             except TimeoutError:
                 self.stop()
                 late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
@@ -163,7 +167,7 @@ class CompilingProcess:
             )
 
     def _exchange(self, order: bytes, deadline: float) -> _Reply:
-        """The answer to an order. Nothing is sent before the child waits for it, so sending takes no time.
+        """The answer to an order.
 
         Raises `TimeoutError` after the deadline; `EOFError` or an `OSError` when the child is gone.
         """

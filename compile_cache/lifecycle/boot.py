@@ -191,8 +191,8 @@ class Boot:
 
     def kept_file(self, name: str) -> Path | None:
         """Where the caller keeps a file of its own with this version's code: it is there if an earlier boot has written
-        it, and is stored if this one does. None if it is not there and would not be stored. Waits for the restore."""
-        self._join()
+        it, and is stored if this one does. None if it is not there and would not be stored, or until `preload` or
+        `compile` has taken what the restore brought."""
         if self._publication is None or self._directory is None:
             return None
         path = self._directory.path / name

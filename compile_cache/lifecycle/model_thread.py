@@ -67,6 +67,7 @@ class ModelThread:
         except BaseException as error:
             call.interrupt(type(error), self._thread.ident or 0)
             call.has_ended.wait()
+            call.error = None
             raise
         raised, call.error = call.error, None
         try:
@@ -94,9 +95,9 @@ class _Call:
 
     def make(self) -> None:
         """Make the call, unless it was interrupted before."""
-        with self._lock:
-            self._is_running = not self._is_over
         try:
+            with self._lock:
+                self._is_running = not self._is_over
             if self._is_running:
                 try:
                     self.result = self._work()

@@ -211,7 +211,6 @@ class Restore:
 
     def _fetch(self, known: _Known, fetching: _Fetching) -> None:
         """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
-        make_empty(self._directory.inbox)
         own = fetching.packs = known.packs()
         for packs in candidates(own, known.store.writing):
             before = fetching.fetched

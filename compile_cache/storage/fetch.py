@@ -15,7 +15,7 @@ from pathlib import Path
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Version, read_catalog
-from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory, make_empty
 from compile_cache.storage.pack.format import Head, Pack, Run, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
 from compile_cache.storage.rules import HeadReader, Rules, StoredPack, room_beside
@@ -270,6 +270,7 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
     packs.refresh(abandoned)
     listings = 1
     while True:
+        make_empty(directory.inbox)  # only what this round verifies is installed
         selection = packs.select()
         needed = selection.needed
         failures = _unpack(packs.store, directory.inbox, needed, abandoned)

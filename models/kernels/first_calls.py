@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,23 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile_cache import Boot
 from compile_cache.importable import find
 
-log = logging.getLogger(__name__)
-
 _NAME = "first_calls.json"
 # What is faster takes longer to make beside Python.
 _LEAST_S = 0.005
 
 
 def make(boot: Boot) -> None:
-    """Make the calls that an earlier boot has written down, until the phase `weights` has ended. Waits for the
-    restore."""
+    """Make the calls that an earlier boot has written down, until the phase `weights` has ended.
+
+    Raises:
+        Exception: as `make_calls`. The warm-up makes them anyway.
+    """
     path = boot.kept_file(_NAME)
-    if path is None or not path.exists():
-        return
-    try:
+    if path is not None and path.exists():
         make_calls(path.read_text(), lambda: "weights" in boot.report.phases)
-    except Exception as error:  # the warm-up makes them anyway
-        log.info("first_calls.failed %s: %s", type(error).__name__, str(error).partition("\n")[0])
 
 
 @torch.inference_mode()
@@ -55,7 +51,11 @@ def make_calls(noted: str, is_over: Callable[[], bool] = lambda: False) -> None:
 
 def note(boot: Boot, run: Callable[[Any], object], plan: Iterable[Any]) -> None:
     """On a GPU, run the plan of the warm-up and write down its slow calls, unless an earlier boot has done so. Do this
-    before anything is compiled."""
+    before anything is compiled.
+
+    Raises:
+        Exception: any of `run`, which the warm-up meets too, or of the noting alone, such as a full disk.
+    """
     path = boot.kept_file(_NAME)
     if path is not None and not path.exists() and torch.cuda.is_available():
         path.write_text(slow_calls(run, plan))
@@ -88,7 +88,7 @@ class _Noting(TorchDispatchMode):
         space, _, name = str(operator).partition(".")
         # Attention has this tag for its dropout, which no inference has.
         is_random = torch.Tag.nondeterministic_seeded in operator.tags and "dot_product" not in name
-        if seconds >= self._least_s and space == "aten" and not is_random:
+        if seconds >= self._least_s and space == "aten" and not (is_random or name.startswith("_assert")):
             with contextlib.suppress(TypeError):  # it has a generator, or another object
                 self.seconds.setdefault(json.dumps([name, args, kwargs or {}], default=_described), seconds)
         return result
