@@ -119,6 +119,7 @@ class PicturePeer(Predictor):
         """Restore, load, compile, warm up, save; READY when it returns."""
         settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
+        self.thread = compile_cache.ModelThread()
         with compile_cache.boot(settings.model) as self.boot:
             with self.boot.timed("import"), without_collection():
                 from models.image.lora_files import LoraFiles
@@ -135,7 +136,7 @@ class PicturePeer(Predictor):
                 compile_network(self.model.denoiser, self._way.compiles)
             with self.boot.timed("warm_up"):
                 for inputs in self.model.warm_up_inputs(settings.warm_up_sizes):
-                    self.model.run(inputs)
+                    self.thread.call(self.model.run, inputs)
             with self.boot.timed("save"):
                 self._keeper.save()
             self.kernels_made = len(kernels() - restored)
