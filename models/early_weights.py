@@ -310,13 +310,7 @@ class EarlyWeights:
                 with torch.cuda.device(device):
                     self._copy(device)
                 if self._copies:  # nobody waits for the thread
-                    threading.Thread(target=self._use_first, args=(device,), name="early first uses").start()
-
-    def _use_first(self, device: torch.device) -> None:
-        import torch
-
-        with self._degrading("load libraries early"), torch.cuda.device(device):
-            use_first(device)
+                    threading.Thread(target=self._degrading("load libraries early")(use_first), args=(device,)).start()
 
     def _copy(self, device: torch.device) -> None:
         """Copy all chunks, while the next ones are read, and at most two at a time."""
@@ -415,7 +409,7 @@ def use_first(device: torch.device) -> None:
     from torch.linalg import vector_norm as norm
     from torch.nn import functional
 
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.cuda.device(device):
         tokens = torch.zeros(512, 4096, device=device, dtype=torch.bfloat16)
         exact, heads = tokens.float(), tokens.view(1, 512, 64, 64).transpose(1, 2)
         picture, weight = tokens.view(1, 512, 64, 64), tokens.new_zeros(4096, 4096)

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import ctypes
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -151,7 +152,12 @@ def test_a_cancelled_call_that_waits_is_not_made_and_the_one_before_it_goes_on(m
 
 
 def test_a_cancellation_at_any_moment_leaves_a_thread_that_serves(model):
-    """Also one that comes just as the work ends."""
-    for number in range(300):
-        Caller(model, lambda length=number * 40: sum(range(length))).cancel()
-        assert model.call(lambda: "served") == "served"
+    """Also one that comes just as the work begins or ends, or while its caller begins to wait."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for number in range(1000):
+            Caller(model, lambda length=number * 7 % 3000: sum(range(length))).cancel()
+            assert model.call(lambda: "served") == "served"
+    finally:
+        sys.setswitchinterval(interval_s)

@@ -62,11 +62,10 @@ class ModelThread:
         call = _Call(partial(copy_context().run, function, *args, **kwargs))
         try:
             self._calls.put(call)
-            while not call.has_ended.wait(_POLL_S):
-                pass
+            call.wait()
         except BaseException as error:
             call.interrupt(type(error), self._thread.ident or 0)
-            call.has_ended.wait()
+            call.wait()
             call.error = None
             raise
         raised, call.error = call.error, None
@@ -86,12 +85,15 @@ class _Call:
     """A call that waits, runs, or has ended."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self.has_ended = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
         self._work = work
         self._lock = threading.Lock()
-        self._is_running = self._is_over = False
+        self._is_running = self._is_over = self._has_ended = False
+        # Held until the call has ended. An exception that is raised in a thread from outside can leave the locks of
+        # Python's events and conditions held, but not this one.
+        self._ending = threading.Lock()
+        self._ending.acquire()
 
     def make(self) -> None:
         """Make the call, unless it was interrupted before."""
@@ -108,7 +110,13 @@ class _Call:
         except BaseException as error:
             self.error = error
         del self._work
-        self.has_ended.set()
+        self._has_ended = True
+        self._ending.release()
+
+    def wait(self) -> None:
+        """Wait until the call has ended."""
+        while not self._has_ended:
+            self._ending.acquire(timeout=_POLL_S)
 
     def interrupt(self, kind: type[BaseException], thread: int) -> None:
         """Raise `kind` in `thread` if the call runs there; let it not begin otherwise."""
@@ -119,7 +127,7 @@ class _Call:
             if self._is_running:
                 _raise_in(thread, kind)
             else:
-                self.has_ended.set()
+                self._has_ended = True
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
