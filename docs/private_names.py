@@ -59,6 +59,8 @@ PRIVATE_NAMES = (
     PrivateNames("torch._dynamo.guards", "CheckFunctionManager GuardsStatePickler _get_closure_vars", NO_FUNCTION),
     PrivateNames("torch._dynamo.variables", "builder", NO_FUNCTION),
     PrivateNames("torch", "_subclasses.FakeTensorMode _C.DispatchKeySet", NO_FUNCTION),
+    PrivateNames("torch._functorch._aot_autograd", "aot_autograd_result.BundledAOTAutogradResult", NO_FUNCTION),
+    PrivateNames("torch.utils", "_traceback.CapturedTraceback", NO_FUNCTION),
     PrivateNames("torch._dynamo.aot_compile", "AOTCompiledFunction._artifacts", NO_FUNCTION),
     PrivateNames("torch._dynamo.config", "_config _is_default", NO_BACKGROUND),
     PrivateNames("torch._inductor", "config", NO_COMPILER),
@@ -66,9 +68,7 @@ PRIVATE_NAMES = (
     PrivateNames("torch._inductor", "select_algorithm decomposition graph debug", NO_FUNCTION),
     PrivateNames("torch._inductor", "codegen.memory_planning utils._align", NO_FUNCTION),
     PrivateNames("torch._inductor", "async_compile hooks", SLOWER_BOOT),
-    PrivateNames("torch._dynamo.guards", "get_verbose_code_parts", SLOWER_BOOT),
     PrivateNames("torch._inductor.runtime", "triton_compat", SLOWER_BOOT),
-    PrivateNames("torch._functorch._aot_autograd", "aot_autograd_result", SLOWER_BOOT),
     PrivateNames("torch._functorch._aot_autograd", "subclass_codegen", SLOWER_BOOT, "2.12–2.15"),
     PrivateNames("torch", "_functorch.config fx.experimental._config", NO_BACKGROUND),
     PrivateNames(

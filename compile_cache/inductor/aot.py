@@ -19,8 +19,10 @@ import os
 import pickle
 import re
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import StackSummary
 from typing import Any
 from unittest import mock  # torch has imported it
 
@@ -28,13 +30,16 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from torch import nn
+from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
+from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
+from torch.utils._traceback import CapturedTraceback
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.calls.spec import Call, call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
-from compile_cache.inductor.lean_loading import check_kernels, give_keys, guards, lean
+from compile_cache.inductor.lean_loading import check_kernels, give_keys, without_compiler
 from compile_cache.inductor.torch_state import SET_WHILE_LOADING
 from compile_cache.key.environment import digest
 
@@ -50,6 +55,7 @@ NOT_STORED = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPE
 # The names in a guard's expression besides the call's inputs and the globals.
 guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
 
+guards: Any = _guards
 _mode_options: Any = torch._inductor.list_mode_options
 _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
@@ -128,8 +134,6 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
     with (
         _alone,
         _configured(),
-        # torch pickles the guards inside its compile, and takes no other pickler.
-        mock.patch.object(guards, "GuardsStatePickler", _Pickler),
         # Of an object with two sources, the guards that `recorder` gets name the first source alone.
         mock.patch.object(builder, "make_dupe_guard", functools.partial(recorder.alias_guard, builder.make_dupe_guard)),
     ):
@@ -151,6 +155,9 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
             used_globals={},
             external_refs=set(names.values()),
         )
+        artifacts.guards_state = _without_secrets(artifacts.guards_state)
+        stored = _Code(**vars(artifacts.compiled_fn.serialize()))
+        artifacts.compiled_fn = type(artifacts.compiled_fn)(types.SimpleNamespace(serialize=lambda: stored))
         # This drops the text of whole source files.
         artifacts.source_info = dataclasses.replace(artifacts.source_info, inlined_sources=set())
         return Compilation(
@@ -161,15 +168,75 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
         )
 
 
+class _Code(BundledAOTAutogradResult[Any]):
+    """torch's stored form of the code. torch copies it when it is loaded, with the records of all its kernels, so that
+    it could be stored again. Nothing stores it again."""
+
+    def __deepcopy__(self, memo: object) -> _Code:
+        return self
+
+
+def _without_secrets(guards_state: bytes) -> bytes:
+    """torch's pickled guards without the texts that the model has: one may be a secret. And without the lines of code
+    behind each guard, which torch would look up at every load."""
+    buffer = io.BytesIO()
+    _Pickler(_Everything(), {}, {}, buffer).dump(_Unpickler(io.BytesIO(guards_state)).load())
+    return buffer.getvalue()
+
+
+class _Everything(dict[int, Any]):
+    """The objects that torch's pickler shall keep. It has left out the others before."""
+
+    def __contains__(self, identity: object) -> bool:
+        return True
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles what torch has pickled, but makes no tensor: torch cannot make one that had a gradient."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The object with this name."""
+        found = super().find_class(module, name)
+        return _Unmade if found is guards.GuardsStatePickler else found
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A function that makes a tensor, or a call of it that is not made. Pickled, it is the function or its answer."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, *arguments: Any) -> _Later:
+        return _Later(self.function, arguments)
+
+    def __reduce__(self) -> Any:
+        return (self.function, self.arguments) if self.arguments else (functools.partial, (self.function,))
+
+
+def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int, gradient: object) -> Any:
+    """A tensor without values that guards are made of, as torch makes it, but without its gradient, and all in one
+    mode. torch makes a mode for each, with the trace of its stack: a sixth of the time that a whole model takes to
+    load."""
+    mode, key_set = _fake_mode(), torch._C.DispatchKeySet.from_raw_repr(keys)
+    return mode.fake_tensor_converter.from_meta_and_device(mode, meta, device, kind, key_set)
+
+
+class _Unmade(guards.GuardsStatePickler):  # type: ignore[misc]
+    """torch's pickler, for its functions that make things again."""
+
+    _unpickle_tensor = _Later(_fake_tensor)
+    _unpickle_traceable_wrapper_subclass = _Later(guards.GuardsStatePickler._unpickle_traceable_wrapper_subclass)
+
+
 class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
-    """torch's pickler of guards, without the texts that the model has: one may be a secret."""
+    """torch's pickler of guards, without the texts that the model has."""
 
     def reducer_override(self, value: Any) -> Any:
         """How to make `value` again."""
+        if isinstance(value, StackSummary | CapturedTraceback):
+            return type(None), ()
         reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
-        # Five parts are a plain tensor's; one is what torch leaves out, and six are a wrapper's.
-        if isinstance(value, torch.Tensor) and isinstance(reduced, tuple) and len(reduced[1]) == 5:
-            return _fake_tensor, reduced[1][:4]  # without its gradient
         is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module
         if is_of_guards or isinstance(value, type):
             return reduced
@@ -181,13 +248,6 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
         state = state if isinstance(state, bytes) else without_texts(state)  # an extension module's own form
         listed, items = without_texts(list(listed or ())), without_texts(dict(items or ()))
         return made, arguments, state, iter(listed), iter(items.items())
-
-
-def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int) -> Any:
-    """A tensor without values that guards are made of, as torch makes it, but all in one mode. torch makes a mode for
-    each, with the trace of its stack: a sixth of the time that a whole model takes to load."""
-    mode, key_set = _fake_mode(), torch._C.DispatchKeySet.from_raw_repr(keys)
-    return mode.fake_tensor_converter.from_meta_and_device(mode, meta, device, kind, key_set)
 
 
 def without_texts(value: Any) -> Any:
@@ -207,7 +267,8 @@ def load_function(payload: bytes, externals: dict[str, Any], torch_key: str, tri
         Exception: any, if `payload` is damaged or of another torch.
     """
     give_keys(torch_key, triton_key)
-    with _alone, _configured(), lean():
+    # Generated code asks for worker processes before it finds that its kernels exist.
+    with _alone, _configured(), torch._inductor.config.patch(compile_threads=1), without_compiler():
         loaded = _load(io.BytesIO(payload), f_globals=externals)
     return loaded.fn, loaded._artifacts.guard_manager
 

@@ -1,6 +1,6 @@
-"""What a boot leaves out when it loads compiled functions: imports, digests of sources, and copies.
+"""What a boot leaves out when it loads compiled functions: imports, and digests of sources.
 
-All of it is speed. Without this file, `aot.load_function` loads the same functions.
+All of it is speed: without it, `aot.load_function` loads the same functions.
 
 Generated code, and torch's loader of it, import a few names from inside the compiler: a namespace of matrix products, a
 function that rounds up, a hook for tests. These imports bring most of the modules of a boot with precompiled regions.
@@ -17,17 +17,14 @@ import threading
 import types
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock  # torch has imported it
 
 import torch
 import torch._inductor.codecache
 import torch._inductor.config
-from torch._dynamo import guards as _guards
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
 
 _torch_key: Any = torch._inductor.codecache.torch_key
-guards: Any = _guards
 
 # Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
 _TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
@@ -37,36 +34,12 @@ _PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "badd
 # The imports of loading a precompiled region, and those of generated code.
 _LOADER = (
     "torch._dynamo.aot_compile",
-    "torch._functorch._aot_autograd.aot_autograd_result",
     "torch._functorch._aot_autograd.subclass_codegen",  # not in torch 2.11
     "torch._inductor.async_compile",
     "torch._inductor.hooks",
     "torch._inductor.runtime.triton_heuristics",
     "torch.fx.experimental.validator",
 )
-
-
-@contextlib.contextmanager
-def lean() -> Iterator[None]:
-    """Load functions without what a boot leaves out, while the context lasts. One thread at a time."""
-    results = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result")
-    result = getattr(results, "BundledAOTAutogradResult", types.SimpleNamespace())
-    with (
-        # Generated code asks for worker processes before it finds that its kernels exist.
-        torch._inductor.config.patch(compile_threads=1),
-        without_compiler(),
-        mock.patch.object(guards, "get_verbose_code_parts", _code_alone, create=True),
-        # torch copies the function, with the records of all its kernels, so that it could be stored again.
-        mock.patch.object(result, "__deepcopy__", lambda self, memo: self, create=True),
-    ):
-        yield
-
-
-def _code_alone(code_parts: str | list[str], guard: Any, recompile_hint: str | None = None) -> list[str]:
-    """A guard's code, without the line of the model's code that explains it: torch looks each of them up, and nothing
-    here reads them. A model of 32 blocks loads in 0.50 s of CPU time instead of 0.56 s (n = 6); for a block it makes no
-    difference."""
-    return [code_parts] if isinstance(code_parts, str) else code_parts
 
 
 def torch_key() -> str:
