@@ -61,8 +61,10 @@ class Predictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        self.boot = compile_cache.boot(settings.model, sources=SOURCES)
-        with EarlyWeights(local_folder(model, revision)) as early, self.boot:
+        with (
+            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
+            EarlyWeights(local_folder(model, revision)) as early,
+        ):
             with self.boot.timed("import"), without_collection():
                 import torch
 
@@ -200,8 +202,10 @@ class TextPredictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = TextSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        self.boot = compile_cache.boot(settings.model, sources=SOURCES)
-        with EarlyWeights(local_folder(model, revision)) as early, self.boot:
+        with (
+            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
+            EarlyWeights(local_folder(model, revision)) as early,
+        ):
             with self.boot.timed("import"), without_collection():
                 import torch
 

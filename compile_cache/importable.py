@@ -1,16 +1,37 @@
-"""Whether another process finds an object by the name of its module and its own. This module imports no torch."""
+"""Other processes of this Python: their command, and whether they find an object by the name of its module and its own.
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
 import types
 from typing import Any
+
+# This sets the import path first, because compile_cache itself may be on this process's path only.
+_PROGRAM = """\
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+importlib.import_module(sys.argv.pop(1)).main()
+"""
 
 # Modules that are missing in another process, or are others there.
 _OWN_MODULES = ("__main__", "__mp_main__")
 # Nobody compares these by identity, or they have a name of their own.
 _BY_VALUE = (str, int, float, complex, bytes, type(None), tuple, type, types.FunctionType, types.ModuleType)
+
+
+def own_python(module: str, *arguments: str) -> list[str]:
+    """The command of a Python like this one that calls `main()` of a module, with these arguments."""
+    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    # With other flags, such as -OO, other code is compiled. subprocess knows all flags, but not all options of -X.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    # -P keeps modules of the working directory out of the imports. -u saves the last line before a crash.
+    return [sys.executable, *flags, "-P", "-u", "-c", _PROGRAM, path, module, *arguments]
 
 
 def find(reference: str) -> Any:

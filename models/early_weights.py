@@ -43,9 +43,10 @@ log = logging.getLogger(__name__)
 _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-# Two chunks are pinned at a time, and 16 are read ahead, so that a limit of memory below the weights' size works.
+# Two chunks are pinned at a time, and 24 are read ahead, as many as a disk reads while torch is imported. So a limit of
+# memory below the weights' size works.
 _CHUNK_BYTES = 256 << 20
-_AHEAD = 16
+_AHEAD = 24
 _READERS = 8
 _READ_BYTES = 32 << 20
 # What copies of weights leave free on the GPU, for predictions and for the second process.
@@ -254,6 +255,8 @@ class EarlyWeights:
         with self._degrading("plan early copies of weights"):
             if folder is not None and need_no_cast(folder, dtype):
                 self._chunks = self._plan(weight_files(folder), chunk_bytes)
+                # It takes up to 1 s, in which torch lets no other thread run.
+                self._readers.submit(lambda: ctypes.CDLL("libcuda.so.1").cuInit(0))
             for number in range(_AHEAD):
                 self._read_ahead(number)
 
@@ -290,7 +293,7 @@ class EarlyWeights:
             self._reading.append(self._readers.submit(self._chunks[number].read, self._stop))
 
     def begin(self, device: torch.device) -> None:
-        """Copy on a thread, if `device` has room for all weights and 4 GiB more; then load what models use first.
+        """Copy on a thread, if `device` has room for all weights and 4 GiB more, and load what models use first.
 
         Call it once torch is imported.
         """
@@ -307,10 +310,10 @@ class EarlyWeights:
             if device.type != "cuda":
                 self._copy(device)
             elif torch.cuda.is_available():
+                # Nobody waits for it. After the last copy, it would take its time from the warm-up.
+                threading.Thread(target=self._degrading("load libraries early")(use_first), args=(device,)).start()
                 with torch.cuda.device(device):
                     self._copy(device)
-                if self._copies:  # nobody waits for the thread
-                    threading.Thread(target=self._degrading("load libraries early")(use_first), args=(device,)).start()
 
     def _copy(self, device: torch.device) -> None:
         """Copy all chunks, while the next ones are read, and at most two at a time."""

@@ -50,7 +50,7 @@ class Machine:
         return read_files(self.directory.path)
 
     def fetch(self, directory: CacheDirectory | None = None, abandoned: threading.Event | None = None) -> Fetched:
-        return fetch(self.packs, directory or self.directory, abandoned)
+        return fetch(self.packs, (directory or self.directory).inbox, abandoned)
 
     def restore(self) -> Fetched:
         fetched = self.fetch()

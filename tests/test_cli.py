@@ -432,8 +432,8 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, tmp_path)
     settings = Settings.from_env(os.environ)
     restore = Restore(settings, CacheDirectory.claim(tmp_path / "cache"), MODEL, (), dict(os.environ))
     restore._fetching.done.wait(60)
-    assert restore._fetching.packs is not None, restore._fetching.failure
-    assert explained_key(run) == restore._fetching.packs.key
+    assert restore._fetching.found.packs is not None, restore._fetching.found.failure
+    assert explained_key(run) == restore._fetching.found.packs.key
 
 
 # keygen

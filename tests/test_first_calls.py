@@ -87,12 +87,11 @@ def test_what_is_damaged_is_an_error_that_a_boot_can_do_without(damaged):
 BOOT = """
 import sys, torch, compile_cache
 with compile_cache.boot("org/model") as boot:
-    boot.preload()
+    boot.compile(torch.nn.Linear(2, 2), whole=True)
     path = boot.kept_file("mine.json")
     print(path and path.exists() and path.read_text())
     if path and not path.exists():
         path.write_text("[1]")
-    boot.compile(torch.nn.Linear(2, 2), whole=True)
 boot.wait_published(60)
 """
 

@@ -135,7 +135,7 @@ def look_and_measure(folder: str, *trusted: str) -> list[int]:
         packs.refresh()
         selection = packs.select()
         if not selection.files:
-            fetch(packs, directory)
+            fetch(packs, directory.inbox)
         return len(selection.files), len(selection.refused)
 
     look(CacheKey("nothing", "is", "stored"))

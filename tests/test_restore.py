@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from boots import settings
 from filled_stores import damage, put_pack
+from signing_keys import make_keys
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory
+from compile_cache.storage.directory import CacheDirectory, is_claimed
+from compile_cache.storage.pack.signing import Signer
+from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import LocalStore
 
 
@@ -60,3 +69,71 @@ def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch
     report, _ = begin().join()
     over.set()
     assert (report.outcome, "did not deliver the packs within 0.01 s" in report.reason) == ("failed", True)
+
+
+# Without torch, so that another process restores.
+BEGUN = """
+import os, sys, threading, time
+from pathlib import Path
+from compile_cache.lifecycle.restore import Restore
+from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
+
+settings = Settings.from_env(os.environ)
+sys.executable = os.environ.get("PYTHON", sys.executable)
+restore = Restore(settings, CacheDirectory.claim(Path(settings.dir)), "model", (), os.environ)
+"""
+
+
+def begun(then: str, environ: dict[str, str]) -> subprocess.Popen[str]:
+    """A process that begins a restore."""
+    return subprocess.Popen([sys.executable, "-c", BEGUN + then], env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def test_another_process_restores_and_this_one_publishes(tmp_path, s3_bucket):
+    private, public = make_keys("own")
+    url = f"s3://{s3_bucket.name}/cache"
+    environ = settings(tmp_path, store=url, signing_key=private) | {"OMP_NUM_THREADS": "1"}
+    told = Settings.from_env(environ)
+    key = key_for(told, environment_for(told, tmp_path / "cache" / "0", environ), "model", ())
+    put_pack(open_url(url), key, signer=Signer(private))
+    then = """
+while not restore.has_ended:
+    time.sleep(0.01)
+print({"torch", "boto3"} & {*sys.modules})
+report, publication = restore.join()
+print(report.outcome, len(publication.packs.list()), publication.packs.rules.signer.public_key)
+"""
+    with begun(then, environ) as process:
+        assert process.communicate()[0].splitlines() == ["set()", f"hit 1 {public}"]
+
+
+@pytest.mark.parametrize(("python", "reason"), [("/no/python", "No such file"), ("/bin/false", "has ended")])
+def test_a_process_that_does_not_come_fails_the_restore(tmp_path, python, reason):
+    with begun("print(restore.join()[0].reason)", {**settings(tmp_path), "PYTHON": python}) as process:
+        assert reason in process.communicate()[0]
+
+
+END = """
+while restore.location == settings.store:
+    time.sleep(0.01)
+restore.abandon()
+for thread in threading.enumerate()[1:]:
+    thread.join(10)
+print(threading.active_count())
+"""
+
+
+def test_the_other_process_ends_with_this_one_or_once_it_is_not_wanted(tmp_path, aws_variables, no_proxy):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environ = {**settings(tmp_path, store="s3://bucket"), "AWS_ENDPOINT_URL_S3": url}
+        with begun("time.sleep(60)", environ) as process:
+            silent.accept()[0].close()  # it asks
+            process.kill()
+        until_s = time.monotonic() + 10
+        while is_claimed(tmp_path / "cache" / "0"):
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        with begun(END, environ) as process:
+            assert process.communicate()[0] == "1\n"

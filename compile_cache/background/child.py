@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
-import json
 import logging
 import os
 import pickle
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady, causes
-from compile_cache.importable import find
+from compile_cache.importable import find, own_python
 
 log = logging.getLogger("compile_cache")
 
@@ -38,13 +37,6 @@ Handler = Callable[[bytes], bytes]
 # An answer's bytes, or the arguments of `OrderFailed`.
 _Reply = bytes | dict[str, Any]
 
-# This sets the server's import path first, because compile_cache itself may be on that path only.
-_PROGRAM = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-from compile_cache.background.child import main
-main()
-"""
 # How often a wait checks that the other process lives. A process left by an order may keep the channel open.
 _LOOK_S = 0.5
 # A killed process that lasts longer hangs in the kernel. The exit does not wait for it.
@@ -225,14 +217,8 @@ class CompilingProcess:
 
 def _spawn(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the worker. `passed` has its two file descriptors, in the worker's order."""
-    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    numbers = [str(number) for number in (os.getpid(), *passed)]
-    # With other flags, such as -OO, other code is compiled. subprocess knows all flags, but not all options of -X.
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     return subprocess.Popen(
-        # -P keeps modules of the working directory out of the imports. -u saves the last line before a crash.
-        [sys.executable, *flags, "-P", "-u", "-c", _PROGRAM, path, *numbers],
+        own_python("compile_cache.background.child", *map(str, (os.getpid(), *passed))),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

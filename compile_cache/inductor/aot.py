@@ -32,14 +32,13 @@ import torch._inductor.config
 from torch import nn
 from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
-from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
 from torch.utils._traceback import CapturedTraceback
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.calls.spec import Call, call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
-from compile_cache.inductor.lean_loading import check_kernels, give_keys, without_compiler
+from compile_cache.inductor.lean_loading import StoredCode, check_kernels, give_keys, without_compiler
 from compile_cache.inductor.torch_state import SET_WHILE_LOADING
 from compile_cache.key.environment import digest
 
@@ -168,7 +167,7 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
         )
 
 
-class _Code(BundledAOTAutogradResult[Any]):
+class _Code(StoredCode):  # type: ignore[misc]
     """torch's stored form of the code. torch copies it when it is loaded, with the records of all its kernels, so that
     it could be stored again. Nothing stores it again."""
 

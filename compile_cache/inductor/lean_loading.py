@@ -19,12 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._inductor.codecache
 import torch._inductor.config
 
 from compile_cache.errors import ArtifactError, NotPrecompilable
-
-_torch_key: Any = torch._inductor.codecache.torch_key
 
 # Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
 _TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
@@ -158,6 +155,23 @@ def without_compiler() -> Iterator[None]:
     finally:
         for substitute in substitutes:
             _remove(substitute)
+
+
+def _codecache() -> Any:
+    """torch's module of stored code. It needs two small files of the package for exported programs, which itself would
+    be a third of this import: 15 modules."""
+    name = "torch.export.pt2_archive"
+    package = _Substitute(name, {})
+    vars(package)["__path__"] = importlib.util.find_spec(name).submodule_search_locations  # type: ignore[union-attr]
+    sys.modules.setdefault(name, package)
+    try:
+        return importlib.import_module("torch._inductor.codecache")
+    finally:
+        _remove(package)
+
+
+_torch_key: Any = _codecache().torch_key
+StoredCode: Any = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result").BundledAOTAutogradResult
 
 
 def check_kernels() -> None:

@@ -46,8 +46,8 @@ _observed: list[Boot] | None = None
 def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapping[str, str] = os.environ) -> Boot:
     """Begin a boot: claim the cache directory, point torch at it, and start the restore.
 
-    Call it before torch is imported, or at least before anything is compiled. Use it as a context manager: its begin
-    gives the restore a start of 0.3 s at most, its end is READY.
+    Call it before torch is imported, or at least before anything is compiled. Use it as a context manager, whose end is
+    READY.
 
     Args:
         model: a hub id, with `@revision` if it is not the default one, or a model's folder.
@@ -133,8 +133,6 @@ class Boot:
 
     def __enter__(self) -> Boot:
         self._has_entered = True
-        if self._restore is not None:
-            self._restore.give_start()
         return self
 
     def __exit__(

@@ -1,15 +1,22 @@
-"""The restore: a thread computes the key, and fetches and verifies its packs while the weights load."""
+"""The restore: computes the key, and fetches and verifies its packs while the weights load."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
-from compile_cache.errors import StoreUnavailable
+from compile_cache.importable import own_python
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.key.environment import Environment, cpu_threads, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
@@ -20,12 +27,9 @@ from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch, 
 from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import LayeredStore, open_stores
-from compile_cache.timeline import noted
+from compile_cache.timeline import note
 
 log = logging.getLogger("compile_cache")
-
-# Alone, a restore from a folder takes 0.1 to 0.2 s. Beside imports it takes 1 s, and makes them 0.3 s longer.
-_HEAD_START_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,11 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
 
 
 class Restore:
-    """Fetches on a thread from the start. `join` then installs the files, unless torch contradicts the environment.
+    """Fetches from the start. `join` then installs the files, unless torch contradicts the environment.
 
-    With `environment`, the files are for another process of this environment, and torch is neither imported nor asked.
+    Until torch is imported, another process fetches: beside imports, a thread takes 1 s for what takes 0.2 s alone, and
+    makes them 0.3 s longer. With `environment`, the files are for another process of this environment, and torch is
+    neither imported nor asked.
     """
 
     def __init__(
@@ -111,26 +117,23 @@ class Restore:
         self._directory = directory
         self._started = time.monotonic()
         self._abandoned = threading.Event()
-        self._known: _Known | None = None
-
-        def begin(fetching: _Fetching) -> None:
-            with noted("restore", "key"):
-                found = environment or environment_for(settings, directory.path, environ)
-                self._known = _know(settings, found, model, sources)
-            self._fetch(self._known, fetching)
-
-        self._fetching = _Fetching(begin)
+        self._channel: socket.socket | None = None
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
+        wanted = _Wanted(settings, directory.path, directory.inbox, model, sources, dict(environ), environment)
+        steps = _steps(wanted, self._abandoned)
+        if environment is None and "torch" not in sys.modules:
+            self._channel, theirs = socket.socketpair()
+            steps = _steps_elsewhere(wanted, self._channel, theirs, directory.lock_fd)
+        self._fetching = _Fetching(steps)
         self._fetching.start()
-
-    def give_start(self) -> None:
-        """Wait until it has ended, or had its start."""
-        self._fetching.done.wait(max(0.0, self._started + _HEAD_START_S - time.monotonic()))
 
     def abandon(self) -> None:
         """Stop fetching."""
         self._abandoned.set()
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._channel.shutdown(socket.SHUT_RDWR)  # the process ends
 
     @property
     def has_ended(self) -> bool:
@@ -143,8 +146,8 @@ class Restore:
         return self._fetching.explanation
 
     def join(self) -> tuple[RestoreReport, Publication | None]:
-        """Wait for the thread, and install the fetched files. Imports torch to compare it with the key's environment,
-        unless the files are for another process.
+        """Wait for what is fetched, and install it. Imports torch to compare it with the key's environment, unless the
+        files are for another process.
 
         The publication publishes under the boot's key. It is None if the key is unknown or the cache directory cannot
         be written.
@@ -152,104 +155,192 @@ class Restore:
         A store that does not answer costs at most `restore_timeout_s`.
         """
         failure = self._wait()
-        known = self._known
+        known = self._fetching.known
         if known is None:
-            return self._report("failed", str(failure)), None
+            return self._report("failed", failure), None
         observed = known.beside(self._environment or observe_environment(known.environment))
         differences = known.environment.differences(observed.environment)
         if differences and not self._abandoned.is_set():
-            self._fetching = _Fetching(lambda fetching: self._fetch(observed, fetching))
+            self._fetching = _Fetching(_fetched(observed, self._directory.inbox, self._abandoned), observed)
             self._fetching.start()
             failure = self._wait()
-        if failure is not None and self._fetching.done.is_set():
+        if failure and self._fetching.done.is_set():
             make_empty(self._directory.inbox)  # the disk was too small for the packs, and compiling needs the space
-        packs = self._fetching.packs if failure is None else None
         # After a failure new ones, because a thread that has not ended still uses the others.
+        packs = self._fetching.found.packs if not failure else None
         packs = packs or observed.packs()
         publication = Publication(known.store.writing, packs, observed.environment, self._directory)
-        if failure is not None:
-            return self._report("failed", str(failure)), publication
+        if failure:
+            return self._report("failed", failure), publication
         try:
-            files = install(self._fetching.fetched, self._directory)
+            files = install(self._fetching.found.fetched, self._directory)
         except OSError as error:
             return self._report("failed", str(error)), None
         contradiction = "torch says otherwise: " + "; ".join(differences) if differences else ""
         outcome = "discarded" if contradiction else "miss"
         if files:
-            outcome = "seeded" if self._fetching.fetched.seeded_from else "hit"
+            outcome = "seeded" if self._fetching.found.fetched.seeded_from else "hit"
         nothing = "" if outcome == "hit" else f"nothing in {publication.packs.key.prefix}"
         return self._report(outcome, contradiction or nothing, files), publication
 
     def _report(self, outcome: str, reason: str, files: int = 0) -> RestoreReport:
-        fetched = self._fetching.fetched
+        found = self._fetching.found
         return RestoreReport(
             outcome,
             reason,
-            seeded_from=fetched.seeded_from,
-            problems=list(self._known.store.problems) if self._known else [],
-            packs=len(fetched.packs),
+            seeded_from=found.fetched.seeded_from,
+            problems=list(found.problems),
+            packs=len(found.fetched.packs),
             files=files,
-            stored_bytes=fetched.stored_bytes,
-            seconds=fetched.seconds,
-            refused=list(fetched.refused),
+            stored_bytes=found.fetched.stored_bytes,
+            seconds=found.fetched.seconds,
+            refused=list(found.fetched.refused),
         )
 
     @property
     def location(self) -> str:
         """The store with its layers, as soon as they are known."""
-        return self._known.store.location if self._known else self._settings.store
+        return self._fetching.known.store.location if self._fetching.known else self._settings.store
 
-    def _wait(self) -> Exception | None:
-        """Wait for the thread as long as the store may take, then abandon it. Returns the failure, if any."""
+    def _wait(self) -> str:
+        """Wait as long as the store may take, then abandon it. Returns what failed, if anything did."""
         left_s = self._settings.restore_timeout_s - (time.monotonic() - self._started)
         if self._fetching.done.wait(max(0.0, left_s)):
-            return self._fetching.failure
+            return self._fetching.found.failure
         self.abandon()
-        return StoreUnavailable(
-            f"{self.location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
-        )
+        return f"{self.location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
 
-    def _fetch(self, known: _Known, fetching: _Fetching) -> None:
-        """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
-        own = fetching.packs = known.packs()
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a restore begins with. Without an `environment`, it is this machine's."""
+
+    settings: Settings
+    directory: Path
+    inbox: Path
+    model: str
+    sources: Sequence[str | Path]
+    environ: Mapping[str, str]
+    environment: Environment | None
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was fetched. `failure` says what went wrong after that, if anything did."""
+
+    packs: PacksOfKey | None = None
+    fetched: Fetched = field(default_factory=Fetched)
+    problems: Sequence[str] = ()
+    failure: str = ""
+
+
+# All that is known of a restore so far, what was fetched, and why nothing was found.
+_Step: TypeAlias = _Known | _Found | str
+
+
+def _steps(wanted: _Wanted, abandoned: threading.Event) -> Iterator[_Step]:
+    """The steps of a restore, in this order."""
+    environment = wanted.environment or environment_for(wanted.settings, wanted.directory, wanted.environ)
+    known = _know(wanted.settings, environment, wanted.model, wanted.sources)
+    yield known
+    yield from _fetched(known, wanted.inbox, abandoned)
+
+
+def _fetched(known: _Known, inbox: Path, abandoned: threading.Event) -> Iterator[_Step]:
+    """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
+    own = known.packs()
+    found = _Found(own)
+    try:
         for packs in candidates(own, known.store.writing):
-            before = fetching.fetched
-            with noted("restore", "fetch" if packs is own else "other versions"):
-                fetched = fetch(packs, self._directory, self._abandoned)
-            fetching.fetched = replace(
+            fetched = fetch(packs, inbox, abandoned)
+            found.fetched = replace(
                 fetched,
-                refused=before.refused + fetched.refused,
-                seconds=before.seconds + fetched.seconds,
+                refused=found.fetched.refused + fetched.refused,
+                seconds=found.fetched.seconds + fetched.seconds,
                 seeded_from=packs.key.model_version if fetched.files and packs is not own else "",
             )
             if fetched.files:
                 break
-        if not (own.known or fetched.files or self._abandoned.is_set()):
-            fetching.done.set()  # nobody has to wait for the explanation
-            fetching.explanation = explain_miss(known.store, known.key, known.environment)
-            log.info("restore.miss reason=%s", fetching.explanation)
+    except Exception as error:
+        found.failure = _text(error)
+    found.problems = known.store.problems
+    yield found
+    if not (found.failure or own.known or found.fetched.files or abandoned.is_set()):
+        yield explain_miss(known.store, known.key, known.environment)
+
+
+def _steps_elsewhere(wanted: _Wanted, channel: socket.socket, theirs: socket.socket, lock_fd: int) -> Iterator[_Step]:
+    """The same steps, in another process: `main`. As long as it lives, the cache directory is claimed."""
+    with channel, channel.makefile("rwb") as stream:
+        with theirs:
+            command = own_python("compile_cache.lifecycle.restore", str(theirs.fileno()))
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), lock_fd))
+        with process, contextlib.suppress(EOFError, OSError):  # it has ended
+            pickle.dump(wanted, stream)
+            stream.flush()
+            read = pickle.Unpickler(stream).load
+            while True:
+                yield read()
+
+
+def main() -> None:
+    """Take the steps for the process that started this one, and end with it. The command line has the socket."""
+    with (
+        socket.socket(fileno=int(sys.argv[1])) as channel,
+        contextlib.suppress(EOFError, OSError),  # it has hung up
+        channel.makefile("rwb") as stream,
+    ):
+        wanted = pickle.load(stream)
+        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+        write = pickle.Pickler(stream).dump  # which writes no object twice
+        try:
+            for step in _steps(wanted, threading.Event()):
+                write(step)
+                stream.flush()
+        except Exception as error:
+            write(_Found(failure=_text(error)))
+
+
+def _end_with(channel: socket.socket) -> None:
+    channel.recv(1)
+    os._exit(1)
+
+
+def _text(error: Exception) -> str:
+    return str(error) or repr(error)
 
 
 class _Fetching(threading.Thread):
-    """A fetch on its own thread, and its result. `done` is set when `fetched` and `failure` are final."""
+    """A fetch on its own thread, and its result. `done` is set when `found` is final."""
 
-    def __init__(self, work: Callable[[_Fetching], None]) -> None:
+    def __init__(self, steps: Iterator[_Step], known: _Known | None = None) -> None:
         super().__init__(name="compile-cache-restore", daemon=True)
-        self.packs: PacksOfKey | None = None
-        self.fetched = Fetched()
-        self.failure: Exception | None = None
+        self.known = known
+        self.found = _Found(failure="the process that restores has ended")
         self.explanation = ""
         self.done = threading.Event()
-        self._work = work
+        self._steps = steps
 
     def run(self) -> None:
-        """Do the work. The joining thread gets its failure."""
+        """Take the steps. The joining thread gets a failure."""
+        began = time.perf_counter()
         try:
-            self._work(self)
+            for step in self._steps:
+                if isinstance(step, _Known):
+                    self.known = step
+                    note("restore", "key", began)
+                elif isinstance(step, _Found):
+                    self.found = step
+                    note("restore", "fetch", began)
+                    self.done.set()
+                else:
+                    self.explanation = step
+                    log.info("restore.miss reason=%s", step)
+                began = time.perf_counter()
         except Exception as error:
             if self.done.is_set():  # only the explanation failed
                 log.info("restore.not_explained error=%s", error)
             else:
-                self.failure = error
+                self.found = _Found(failure=_text(error))
         finally:
             self.done.set()

@@ -255,7 +255,7 @@ class Fetched:
     seeded_from: str = ""
 
 
-def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Event | None = None) -> Fetched:
+def fetch(packs: PacksOfKey, inbox: Path, abandoned: threading.Event | None = None) -> Fetched:
     """Read, verify and unpack the selected files of all packs into the inbox, in parallel. Other frames are not read.
 
     If anything in a pack is wrong, the whole pack is refused, and files are taken from other packs that have them. If a
@@ -270,10 +270,10 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
     packs.refresh(abandoned)
     listings = 1
     while True:
-        make_empty(directory.inbox)  # only what this round verifies is installed
+        make_empty(inbox)  # only what this round verifies is installed
         selection = packs.select()
         needed = selection.needed
-        failures = _unpack(packs.store, directory.inbox, needed, abandoned)
+        failures = _unpack(packs.store, inbox, needed, abandoned)
         if not failures:
             break
         for pack, error in failures:
@@ -283,7 +283,7 @@ def fetch(packs: PacksOfKey, directory: CacheDirectory, abandoned: threading.Eve
             packs.refresh(abandoned)
     read = [group[-1].end - group[0].start for pack, paths in needed for group in _groups(pack, paths)]
     stored_bytes = sum(pack.head.start for pack, _ in needed) + sum(read)
-    folders = [_folder(directory.inbox, pack) for pack in selection.packs]
+    folders = [_folder(inbox, pack) for pack in selection.packs]
     names, seconds = tuple(pack.entry.name for pack, _ in needed), time.perf_counter() - started
     return Fetched(selection.files, folders, names, selection.refused, stored_bytes, seconds)
 

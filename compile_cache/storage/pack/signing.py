@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 from compile_cache.errors import PackForbidden, SettingsError
 from compile_cache.settings import PREFIX
@@ -35,6 +36,10 @@ class Signer:
         self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(_key_bytes(private_key, PRIVATE_PREFIX))
         self._public: bytes = self._key.public_key().public_bytes_raw()
         self.public_key = _text(PUBLIC_PREFIX, self._public)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process."""
+        return Signer, (_text(PRIVATE_PREFIX, self._key.private_bytes_raw()),)
 
     def sign(self, content: bytes) -> bytes:
         """The public key and the signature: `SIGNATURE_BYTES`."""

@@ -6,11 +6,12 @@ settings, and a line in the tests that all stores share (tests/test_stores.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 from msgspec import Meta
 
@@ -130,6 +131,21 @@ class LayeredStore:
                 if failure is None or (origin is None and isinstance(failure, ObjectNotFound)):
                     failure = error
         raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
+
+
+class ReopenedStore:
+    """A store that another process has opened. This one opens it when it needs it, because that can take 0.5 s."""
+
+    def __init__(self, url: str, location: str) -> None:
+        self.location = location
+        self._url = url
+
+    @functools.cached_property
+    def _store(self) -> ObjectStore:
+        return open_url(self._url)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def open_stores(settings: Settings) -> LayeredStore:

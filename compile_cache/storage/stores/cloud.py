@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -17,7 +17,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject, oldest_first
+from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, Index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -54,11 +54,17 @@ _NO_CREDENTIALS = re.compile(
 class CloudStore:
     """The objects of one of obstore's stores, which has its own prefix and credentials."""
 
-    def __init__(self, objects: Objects, location: str, uploads: Objects | None = None) -> None:
-        """`uploads` is the same store with timeouts for large uploads. A local store needs none."""
+    def __init__(self, objects: Objects, location: str, uploads: Objects | None = None, url: str = "") -> None:
+        """`uploads` is the same store with timeouts for large uploads. A local store needs none. `url` has what
+        `location` does not show."""
         self._objects = objects
         self._uploads = uploads or objects
         self.location = location
+        self._url = url or location
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process."""
+        return ReopenedStore, (self._url, self.location)
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. obstore lists only whole folders."""
@@ -158,7 +164,7 @@ def open_mirror(url: str) -> Mirror:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             options["default_headers"] = {"authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
         objects = HTTPStore(folder, client_options=options, retry_config=_RETRIES)
-    return Mirror(objects, f"{folder}/")
+    return Mirror(objects, f"{folder}/", url=url)
 
 
 @contextmanager

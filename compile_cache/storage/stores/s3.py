@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import StoredObject, oldest_first
+from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ class S3Store:
                 ),
             )
         self.location = f"s3://{bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process."""
+        return ReopenedStore, (f"s3://{self._bucket}/{self._prefix}", self.location)
 
     def list(self, prefix: str) -> Sequence[StoredObject]:
         """All objects whose names begin with `prefix`, oldest first. One request per 1,000 objects."""
