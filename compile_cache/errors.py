@@ -1,4 +1,4 @@
-"""Every error this library raises.
+"""Every error this library raises, and its log.
 
 CompileCacheError
 ├── SettingsError            a setting is unknown or has an invalid value
@@ -34,6 +34,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+# The log of the whole library.
+log = logging.getLogger("compile_cache")
 # The user and the password of an address, and a query, with or without an address before it. A password may have any
 # character, so all up to the last @ may belong to it.
 _SECRETS = re.compile(r"(?<=://)((?!://).)*@|\?[^\s'\"<>)]*=[^\s'\"<>)]*")
@@ -172,7 +174,6 @@ def causes(error: BaseException | None) -> list[BaseException]:
     return links
 
 
-log = logging.getLogger("compile_cache")
 _Result = TypeVar("_Result")
 
 

@@ -7,12 +7,11 @@ that aborts the process: https://github.com/pytorch/pytorch/issues/38228.
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 from collections.abc import Callable
 
-log = logging.getLogger("compile_cache")
+from compile_cache.errors import log
 
 _LONGEST_WAIT_S = 2.0
 _threads: list[tuple[threading.Thread, Callable[[], None]]] = []

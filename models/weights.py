@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.logging import set_tqdm_hook
 
 from models.early_weights import SPARE_BYTES, EarlyWeights, is_plain
@@ -65,13 +65,11 @@ def move(modules: Iterable[nn.Module], device: torch.device, early: EarlyWeights
         module.to(device)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().view(torch.uint8)
 
 
-def _copy(
-    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device, callers: torch.cuda.Stream | None
-) -> None:
+def _copy(pieces: Sequence[tuple[Tensor, Tensor]], device: torch.device, callers: torch.cuda.Stream | None) -> None:
     """Copy pieces of the CPU's memory to the device, through pinned memory, behind the work of the caller's stream.
 
     Reading and copying release the GIL. While the GPU copies a piece of one thread, others read.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,8 +48,8 @@ class Machine:
     def files(self) -> dict[str, bytes]:
         return read_files(self.directory.path)
 
-    def fetch(self, directory: CacheDirectory | None = None, abandoned: threading.Event | None = None) -> Fetched:
-        return fetch(self.packs, (directory or self.directory).inbox, abandoned)
+    def fetch(self, directory: CacheDirectory | None = None) -> Fetched:
+        return fetch(self.packs, (directory or self.directory).inbox)
 
     def restore(self) -> Fetched:
         fetched = self.fetch()

@@ -93,7 +93,7 @@ def find(where: CacheDirectory | Artifacts, module: nn.Module, *args: Any, **kwa
     """What a next boot, or one with these artifacts, finds for a call: an artifact, or why it has none."""
     with torch.inference_mode():
         artifacts = where if isinstance(where, Artifacts) else loaded(where)
-        return artifacts.find(CallSpec.of(module, args, kwargs), (module, args, kwargs))
+        return artifacts.find(CallSpec.of((module, args, kwargs)), (module, args, kwargs))
 
 
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:

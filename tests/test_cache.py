@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,7 +21,6 @@ from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
-from compile_cache.storage.stores.transfer import Abandoned
 
 MIB = 1 << 20
 LIMITS = Limits(size_bytes=64 * MIB)
@@ -245,30 +243,6 @@ def test_a_pack_that_disappears_after_the_listing_costs_only_itself(local, machi
     fetched = booted.restore()
     assert booted.files() == {"more.so": b"more"}
     assert all(refused.name == gone for refused in fetched.refused)
-
-
-# An abandoned fetch.
-
-
-def test_a_fetch_abandoned_in_the_middle_of_a_pack_fails_and_blames_no_pack(local, machine, monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.rules.HEAD_READ_BYTES", 100)
-    monkeypatch.setattr("compile_cache.storage.stores.transfer.READ_BYTES", 100)
-    first = filled(machine(local), {"kernel.so": os.urandom(1000)})
-    abandoned, reads = threading.Event(), []
-
-    def read(name: str, *_: object) -> None:
-        reads.append(name)
-        if len(reads) == 3:
-            abandoned.set()
-
-    booted, another = machine(Watched(local.location, read=read)), machine(Watched(local.location, read=read))
-    for one in (booted, another):
-        with pytest.raises(Abandoned, match="the time is up"):
-            one.fetch(abandoned=abandoned)
-        assert one.files() == {}
-        assert len(reads) == 3, "one that was abandoned before it begins reads nothing"
-    assert booted.restore().refused == ()
-    assert booted.files() == first.files()
 
 
 # What many boots do.

@@ -132,7 +132,7 @@ def test_what_only_this_process_can_tell_from_another_is_not_described(value):
 
 
 def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], with_sizes: bool) -> Any:
-    return CallSpec.of(nn.Identity(), args, kwargs).stored(with_sizes)
+    return CallSpec.of((nn.Identity(), args, kwargs)).stored(with_sizes)
 
 
 def test_inputs_has_constants_by_value_and_type_but_numbers_by_type_alone():
@@ -144,10 +144,10 @@ def test_inputs_has_constants_by_value_and_type_but_numbers_by_type_alone():
 def test_threads_are_no_switch_of_a_call_whose_tensors_are_all_on_a_gpu():
     on_cpu, elsewhere = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
     here, there = torch.ones(2), torch.ones(2, device="meta")
-    assert on_gpu(elsewhere, (there,), {"x": [there]})
-    assert not on_gpu(elsewhere, (there,), {"x": [here]})
-    assert not on_gpu(on_cpu, (there,), {})
-    assert not on_gpu(nn.Identity(), (1.0,), {})
+    assert on_gpu((elsewhere, (there,), {"x": [there]}))
+    assert not on_gpu((elsewhere, (there,), {"x": [here]}))
+    assert not on_gpu((on_cpu, (there,), {}))
+    assert not on_gpu((nn.Identity(), (1.0,), {}))
     assert "threads" not in describe_switches(switches(on_gpu=True))
 
 
@@ -206,7 +206,7 @@ def test_inputs_that_share_memory_are_another_kind():
     module = nn.Identity()
     one, other = x.view(2, 4), x.view(2, 4)
     calls = [(x, x), (x, x[:]), (x, x.clone()), (one, other), (one, one)]
-    assert len({CallSpec.of(module, call, {}) for call in calls}) == len(calls)
+    assert len({CallSpec.of((module, call, {})) for call in calls}) == len(calls)
 
 
 def test_a_hook_a_forward_of_its_own_and_a_compiled_part_are_named():

@@ -41,7 +41,7 @@ patched = mock.patch.object
 def fits(code: Any, module: nn.Module, *args: Any) -> bool:
     """Whether loaded code fits a call."""
     with torch.inference_mode():
-        return code.fits(module, args, {})
+        return code.fits((module, args, {}))
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +426,7 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
     block = build(Block)
     found = find(made, block, tensor())
     with torch.inference_mode(), SWITCHES[switch]():
-        assert not found.fits(block, (tensor(),), {})
+        assert not found.fits((block, (tensor(),), {}))
         assert switch in found.misfit((block, (tensor(),), {}))
     assert fits(found, block, tensor())
 
@@ -445,7 +445,7 @@ def test_gradients_are_recorded_as_in_eager(restart):
 def test_call_that_records_gradients_is_told_what_to_do(made):
     call = build(Block), (torch.ones(4, blocks.SIZE),), {}
     with torch.enable_grad():
-        reason = loaded(made).find(CallSpec.of(*call), call)
+        reason = loaded(made).find(CallSpec.of(call), call)
     assert "torch.inference_mode()" in reason
 
 
@@ -617,11 +617,11 @@ class HigherOrder(nn.Module):
 
 def test_what_is_written_where_tensors_overlap_is_known_or_an_error():
     q, k, _ = torch.randn(1, 4, 16, 96).chunk(3, -1)
-    assert not writes_where_tensors_overlap(Sparse(), (q, k), {})
+    assert not writes_where_tensors_overlap((Sparse(), (q, k), {}))
     with pytest.raises(ArtifactError, match="its tensors share memory, and what it writes is unknown"):
-        writes_where_tensors_overlap(HigherOrder(), (q, k), {})
+        writes_where_tensors_overlap((HigherOrder(), (q, k), {}))
     with pytest.raises(torch.OutOfMemoryError, match="full"):  # another process may have the memory
-        writes_where_tensors_overlap(TooLarge(), (q, k), {})
+        writes_where_tensors_overlap((TooLarge(), (q, k), {}))
 
 
 @pytest.mark.parametrize("views", [lambda x: (x, x), lambda x: (x[:16], x[16:]), lambda x: (x[0], x[1])])
@@ -718,4 +718,4 @@ class IntoOut(nn.Module):
 
 def test_what_is_written_by_out_is_known():
     x, y = OVERLAPPING["in part"](torch.randn(24, 16))
-    assert writes_where_tensors_overlap(IntoOut(), (x, y), {})
+    assert writes_where_tensors_overlap((IntoOut(), (x, y), {}))

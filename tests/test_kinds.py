@@ -244,4 +244,4 @@ def test_a_region_keeps_64_kinds():
 def test_a_nested_tensor_can_be_described_and_has_no_size():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert top_sizes((nested, torch.ones(4)), {}) == (torch.Size([4]),)
-    assert CallSpec.of(nn.Identity(), (nested,), {}) == CallSpec.of(nn.Identity(), (nested,), {})
+    assert CallSpec.of((nn.Identity(), (nested,), {})) == CallSpec.of((nn.Identity(), (nested,), {}))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.storage.stores.transfer import READ_BYTES, THREADS, Abandoned, in_daemon_threads, read_pieces
+from compile_cache.storage.stores.transfer import READ_BYTES, THREADS, in_daemon_threads, read_pieces
 
 CONTENT = bytes(range(100))
 
@@ -54,16 +54,6 @@ def test_an_object_that_ends_before_it_should_is_the_stores_failure():
     """And not the pack's, which would be remembered as refused."""
     with pytest.raises(StoreUnavailable, match="sent 10 of 110 bytes from 90 on"):
         next(read_pieces(OneObject(CONTENT), "name", 90, [50, 60]))
-
-
-def test_what_is_abandoned_is_not_requested():
-    abandoned = threading.Event()
-    store = OneObject(CONTENT)
-    pieces = read_pieces(store, "some/pack", 0, [10, 90], abandoned)
-    abandoned.set()
-    with pytest.raises(Abandoned, match="some/pack was not read"):
-        next(pieces)
-    assert store.requests == []
 
 
 # in_daemon_threads.

@@ -345,7 +345,7 @@ def test_a_first_input_without_a_shape_fails_no_call(directory, first):
     ],
 )
 def test_objects_of_one_class_that_are_other_kinds_are_not_alike(pair):
-    one, other = (CallSpec.of(nn.Identity(), (tensor(), given), {}) for given in pair)
+    one, other = (CallSpec.of((nn.Identity(), (tensor(), given), {})) for given in pair)
     assert one != other
     assert likeness([pair[0]]) != likeness([pair[1]])
 

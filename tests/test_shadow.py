@@ -24,7 +24,7 @@ class Stateful(nn.Module):
 
 def test_parameters_functions_locks_and_what_has_a_name_are_shared():
     module = Stateful()
-    copied = Shadow(module, (Mode(),), {}).module
+    copied = Shadow((module, (Mode(),), {})).call[0]
     for name in ("lock", "double", "mode"):
         assert getattr(copied, name) is getattr(module, name)
     assert copied.linear.weight is module.linear.weight
@@ -35,7 +35,7 @@ def test_a_view_that_overlaps_another_tensor_does_so_in_a_copy_of_a_copy():
     module = Stateful()
     module.state = torch.zeros(2, 4, 8)
     module.flat = module.state.view(8, 8)[2:]
-    copied = Shadow(module, (), {}).copied()[0]
+    copied = Shadow((module, (), {})).copied()[0]
     copied.flat[0].fill_(1)
     assert (copied.state.sum(), module.state.sum()) == (8, 0)
 
@@ -44,18 +44,18 @@ def test_a_view_that_overlaps_another_tensor_does_so_in_a_copy_of_a_copy():
 def test_a_copy_is_an_inference_tensor_where_the_original_is_one(inference):
     with torch.inference_mode(inference):
         x = torch.ones(3)
-    copied = Shadow(nn.Identity(), (x,), {}).args[0]
+    copied = Shadow((nn.Identity(), (x,), {})).call[1][0]
     assert copied.is_inference() == inference
     assert torch.equal(copied, x)
 
 
 def test_a_module_outside_the_region_is_shared():
     outside = nn.Linear(2, 2)
-    assert Shadow(nn.Identity(), (outside,), {}).args[0] is outside
+    assert Shadow((nn.Identity(), (outside,), {})).call[1][0] is outside
 
 
 def test_a_generator_of_the_modules_own_is_copied_with_its_state():
     module = Stateful()
     module.generator = torch.Generator().manual_seed(7)
-    copied = Shadow(module, (), {}).module.generator
+    copied = Shadow((module, (), {})).call[0].generator
     assert torch.rand((), generator=copied) == torch.rand((), generator=module.generator)

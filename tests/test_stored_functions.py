@@ -147,7 +147,7 @@ def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_p
     with torch.inference_mode():
         assert not found.misfit((block, (tensor(),), {}))
         with torch.autocast("cpu", torch.bfloat16):
-            assert not found.fits(block, (tensor(),), {})
+            assert not found.fits((block, (tensor(),), {}))
 
 
 def test_artifact_under_another_name_is_refused_and_a_missing_one_is_no_error(restart):
@@ -316,10 +316,10 @@ def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced
     for number in range(8):
         artifacts = Artifacts(Settings(), directory.path)
         path = artifacts.write_cached(call, 1.5, f"reason {number}")
-        if record := artifacts.cached(CallSpec.of(*call), call):
+        if record := artifacts.cached(CallSpec.of(call), call):
             found.append((record.path == path, record.reason))
             artifacts.reject(path, "a stored graph was not found")
-            assert artifacts.cached(CallSpec.of(*call), call) is None
+            assert artifacts.cached(CallSpec.of(call), call) is None
     with pytest.raises(ArtifactError, match="others in each boot"):
         artifacts.write_cached(call, 1.5, "again")
     assert found == [(True, f"reason {number}") for number in range(7)]

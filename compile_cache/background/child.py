@@ -6,11 +6,9 @@ leads a process group, to which compilers that an order starts belong.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import fcntl
 import gc
-import logging
 import os
 import pickle
 import re
@@ -23,15 +21,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady, causes
+from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady, causes, log
 from compile_cache.importable import find, own_python
-
-log = logging.getLogger("compile_cache")
 
 Handler = Callable[[bytes], bytes]
 # An answer's bytes, or the arguments of `OrderFailed`.
@@ -73,7 +70,7 @@ class CompilingProcess:
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
         self._setup = handler, setup  # sent before the first order
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+        with ExitStack() as theirs, ExitStack() as ours:
             self._channel, its_channel = Pipe()
             ours.enter_context(self._channel)
             theirs.enter_context(its_channel)
@@ -148,7 +145,7 @@ class CompilingProcess:
 
     def _end_group(self) -> None:
         # The child is not reaped yet, so no other group can have its number.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
         try:
             self._child.wait(_END_S)
@@ -246,7 +243,7 @@ def main() -> None:
     _end_with(server, liveness)
     _give_way()
     faulthandler.enable()
-    with contextlib.suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):
         _serve(Connection(channel))
     _end_group()
 
@@ -287,7 +284,7 @@ def _answer(handler: Handler, order: bytes) -> _Reply:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """What tells the server of an error: the arguments of `OrderFailed`. The traceback goes to the log."""
-    with contextlib.suppress(OSError):  # a full disk
+    with suppress(OSError):  # a full disk
         traceback.print_exception(error)
     chain = [f"{type(link).__name__}: {link}" for link in causes(error)]
     module = type(error).__module__
@@ -302,11 +299,11 @@ def _failure(error: BaseException) -> dict[str, Any]:
 def _give_way() -> None:
     """Leave the CPU to predictions, and let a crash leave no core file."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads()))
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         niceness = os.nice(_NICENESS)
         # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
         Path("/proc/self/autogroup").write_text(str(niceness))
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
@@ -346,7 +343,7 @@ def _end_with(server: int, liveness: int) -> None:
     know F_SETSIG (gVisor), or a fork of the server outlives it and keeps the pipe open. PR_SET_PDEATHSIG is no way: it
     follows the thread that started this process.
     """
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)

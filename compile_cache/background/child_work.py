@@ -18,7 +18,8 @@ import torch
 
 from compile_cache.calls.pickling import receive
 from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import Call, on_gpu
+from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.tensors import Call
 from compile_cache.errors import ArtifactError, NotHandedOver
 from compile_cache.inductor.function_file import PRECOMPILED
 from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, make
@@ -77,8 +78,8 @@ class _Maker:
             # New for each order, so that no artifact of an earlier order is found.
             artifacts = Artifacts(settings, self._path)
             graphs = Graphs(type(call[0]).__name__, settings.mode, settings.dynamic)
-            shadow = Shadow(*call)
-            pause = self._pace.measurement if on_gpu(*call) else contextlib.nullcontext
+            shadow = Shadow(call)
+            pause = self._pace.measurement if on_gpu(call) else contextlib.nullcontext
 
             def copies() -> Call:
                 torch.cuda.empty_cache()  # the server and its predictions may need that memory

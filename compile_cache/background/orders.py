@@ -27,8 +27,9 @@ from torch import nn
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.calls.pickling import hand_over
-from compile_cache.calls.spec import Call, on_gpu
-from compile_cache.errors import CompileCacheError, Failure, OrderFailed, ProcessDied, ProcessNotReady, attempt
+from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.tensors import Call
+from compile_cache.errors import CompileCacheError, Failure, OrderFailed, ProcessDied, ProcessNotReady, attempt, log
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.inductor.make import Answer, Dimensions
@@ -37,8 +38,6 @@ from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, make_empty
 from compile_cache.timeline import note
 from compile_cache.torch_threads import end_at_exit
-
-log = logging.getLogger("compile_cache")
 
 _HANDLER = "compile_cache.background.child_work:start_making"
 _ATTEMPTS = 2
@@ -85,7 +84,7 @@ class Orders:
             NotHandedOver: no other process can build this call.
         """
         content = hand_over(call, _is_shared if shares_weights else None)
-        return Order(name, rank, content, on_gpu(*call), dynamic)
+        return Order(name, rank, content, on_gpu(call), dynamic)
 
     def submit(self, order: Order) -> None:
         """Queue an order whose call this thread has just served eager.

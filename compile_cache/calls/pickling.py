@@ -9,7 +9,6 @@ This module imports torch, and is itself imported only when a boot has torch.
 
 from __future__ import annotations
 
-import logging
 import pickle
 import types
 from collections import OrderedDict
@@ -22,12 +21,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
-from compile_cache.calls.spec import Call
-from compile_cache.calls.tensors import Chosen, Handle, TensorDescriber, UsedStorage, layout, make_storages
-from compile_cache.errors import Failure, NotHandedOver, first_line
+from compile_cache.calls.tensors import Call, Chosen, Handle, TensorDescriber, UsedStorage, layout, make_storages
+from compile_cache.errors import Failure, NotHandedOver, first_line, log
 from compile_cache.importable import find, named_objects, why_not
-
-log = logging.getLogger("compile_cache")
 
 # The handles of CUDA memory that another process maps, by the address of torch's record of a storage. A weak reference
 # keeps that address taken. Handles are reused because each takes one of torch's 1,000 events: when these are used up,

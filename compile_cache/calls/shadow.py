@@ -9,7 +9,7 @@ import pickle
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object, pickled
-from compile_cache.calls.spec import Call
-from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, MadeStorage, UsedStorage
+from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, Call, MadeStorage, UsedStorage
 from compile_cache.errors import NotHandedOver, first_line
 
 # These are the same in all of the process.
@@ -44,7 +43,7 @@ class Shadow:
     no code may run on the copy.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, call: Call) -> None:
         """Copy a call. It runs nothing of it.
 
         Raises:
@@ -54,7 +53,7 @@ class Shadow:
         self.named: list[tuple[str, Any, list[Any]]] = []
         self.obstacle: NotHandedOver | None = None
         try:
-            file, pickler = pickled(_Pickler, (module, args, dict(kwargs)))
+            file, pickler = pickled(_Pickler, call)
             file.seek(0)
             with torch.inference_mode(False), torch.no_grad():
                 storages = [_copied(used) for used in pickler.tensors.storages]
@@ -66,19 +65,18 @@ class Shadow:
                 self.named += [(name, pickler.shared[number], state) for name, state in named]
                 return pickler.shared[number]
 
-            self.module, self.args, self.kwargs = CallUnpickler(file, known).load()
+            self.call: Call = CallUnpickler(file, known).load()
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an object's own methods raise
             raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {first_line(error)}") from error
 
     def copied(self) -> Call:
-        """The module, args and kwargs of another copy, for a run that must not change this one. Raises as the
-        constructor does, and the `obstacle`."""
+        """The `call` of another copy, for a run that must not change this one. Raises as the constructor does, and the
+        `obstacle`."""
         if self.obstacle:
             raise self.obstacle
-        copy = Shadow(self.module, self.args, self.kwargs)
-        return copy.module, copy.args, copy.kwargs
+        return Shadow(self.call).call
 
 
 def state_of(value: Any) -> list[Any]:

@@ -9,21 +9,19 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.modules.module as module_hooks
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.tensors import OWN_TENSORS, overlaps
+from compile_cache.calls.tensors import OWN_TENSORS, Args, Call, Kwargs, overlaps
 from compile_cache.errors import NoGraph
 
-# The module, args and kwargs of a call.
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 # torch's own walk over nested containers, which Dynamo uses too.
 pytree = _pytree
 # So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several
@@ -85,9 +83,10 @@ class CallSpec:
     open: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSpec:
+    def of(cls, call: Call) -> CallSpec:
         """The kind of this call. Takes some tens of microseconds, and some for each part of the module."""
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        module = call[0]
+        leaves, spec = pytree.tree_flatten(call[1:])
         first: dict[int, int] = {}
         described = tuple(_described(leaf, first.setdefault(id(leaf), number)) for number, leaf in enumerate(leaves))
         buffers = (buffer for part in parts_of(module) for buffer in part._buffers.values())
@@ -135,7 +134,7 @@ def autocast_dtype(device: str) -> str:
 
 def _described(leaf: Any, first: int) -> TensorSpec | str:
     """A tensor without values; a number's class; a constant, a function or a class; the class of any other object."""
-    if isinstance(leaf, torch.Tensor) and not leaf.is_nested:
+    if isinstance(leaf, Tensor) and not leaf.is_nested:
         shape = tuple(leaf.shape)
         strides = leaf.stride() if leaf.layout == torch.strided else ()
         strides = tuple([stride for size, stride in zip(shape, strides, strict=False) if size != 1])
@@ -159,7 +158,7 @@ def _like(value: Any) -> Hashable:
     kind = type(value)
     if kind in _PLAIN:
         return kind, repr(value) if kind in (float, complex) else value  # 0.0 is equal to -0.0
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         flags = value.requires_grad, value.is_inference()
         return kind, value.dtype, value.shape, value.stride(), value.device, flags
     if isinstance(value, list | tuple):
@@ -169,13 +168,13 @@ def _like(value: Any) -> Hashable:
     return kind, id(value)
 
 
-def top_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, ...]:
+def top_sizes(args: Args, kwargs: Kwargs) -> tuple[torch.Size, ...]:
     """The sizes of the tensors that are inputs themselves. Takes about a microsecond."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return tuple([tensor.shape for tensor in tensors if not tensor.is_nested])
 
 
-def growth(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def growth(args: Args, kwargs: Kwargs) -> Hashable:
     """What calls have in common that make one cache larger: the size of the first input, and all inputs' classes. None
     if the first input is no tensor of torch's own."""
     values = (*args, *kwargs.values())
@@ -247,7 +246,7 @@ class Parts:
         self._hook_dicts = tuple(hooks for _, *all_hooks in self._dicts for hooks in all_hooks)
 
     @property
-    def buffers(self) -> list[torch.Tensor | None]:
+    def buffers(self) -> list[Tensor | None]:
         """The buffers that the parts have now."""
         return [buffer for holder in self._buffered for buffer in holder.values()]
 
@@ -286,7 +285,7 @@ def _is_of_torch(hook: Any) -> bool:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils.")
 
 
-def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_plain_strides(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The same arguments; in dimensions of size 1, tensors have the strides of a contiguous tensor.
 
     No address depends on these strides, but torch would compile and guard each variant separately. A slice of a batch
@@ -304,7 +303,7 @@ def with_plain_strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
 
 def _plain(value: Any) -> Any:
-    if type(value) is not torch.Tensor or value.is_nested or value.layout != torch.strided:
+    if type(value) is not Tensor or value.is_nested or value.layout != torch.strided:
         return value
     # Of more dimensions, strides tell whether a picture is stored channels first or last.
     if 1 not in value.shape or value.dim() > 3 or vars(value):
@@ -318,11 +317,11 @@ def _plain(value: Any) -> Any:
     return value if tuple(plain) == strides else value.as_strided(value.shape, plain)
 
 
-def on_gpu(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def on_gpu(call: Call) -> bool:
     """Whether a call has tensors, none of them on the CPU. Then the host's processor does not matter."""
-    own = [tensors for part in parts_of(module) for tensors in (part._parameters, part._buffers)]
-    leaves = [*pytree.tree_leaves((args, dict(kwargs))), *(tensor for tensors in own for tensor in tensors.values())]
-    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    own = [tensors for part in parts_of(call[0]) for tensors in (part._parameters, part._buffers)]
+    leaves = [*pytree.tree_leaves(call[1:]), *(tensor for tensors in own for tensor in tensors.values())]
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     return bool(devices) and "cpu" not in devices
 
 
@@ -338,7 +337,7 @@ def serve_by(module: nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = _CompiledCall(call, module)
 
 
-def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_region(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """torch's own call of a module that is not compiled, hooks included.
 
     This is a function of a module, because torch can store neither a method nor a decorated `forward`, and Dynamo skips
@@ -347,7 +346,7 @@ def call_region(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def call_by_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_by_graph(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """`call_region` for `torch.compile`. Where no graph fits, torch runs this function as it is.
 
     Raises:

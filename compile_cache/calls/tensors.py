@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import mmap
 import sys
 import types
@@ -23,19 +22,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from compile_cache.errors import ArtifactError, NotHandedOver, first_line
+from compile_cache.errors import ArtifactError, NotHandedOver, first_line, log
 
 if TYPE_CHECKING:
     from compile_cache.calls.spec import Parts
 
-log = logging.getLogger("compile_cache")
+# The arguments of a call, and the call: module, args and kwargs.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[nn.Module, Args, Kwargs]
 
-OWN_TENSORS = (torch.Tensor, nn.Parameter)
+OWN_TENSORS = (Tensor, nn.Parameter)
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 STORAGE_ALIGNMENT_BYTES = 64
 # Where torch's allocator begins storages on a GPU.
@@ -52,12 +54,12 @@ _SMALL_BYTES = 1, 48
 # A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
 Reduced = tuple[Any, ...]
 # For which tensors something is done; None: for none.
-Chosen = Callable[[torch.Tensor], bool] | None
+Chosen = Callable[[Tensor], bool] | None
 # The result of `UntypedStorage._share_cuda_`, and the arguments of `UntypedStorage._new_shared_cuda`.
 Handle = tuple[Any, ...]
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
     first = int(tensor.storage_offset())
     shape = tensor.shape
@@ -67,7 +69,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.itemsize, (first + items) * tensor.itemsize
 
 
-def storage_key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's storage, as long as that exists."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -77,7 +79,7 @@ def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
 
     torch's guards see when two inputs are one object. They do not see whether inputs overlap.
     """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) < 2:
         return (0,) * len(tensors)
     storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
@@ -90,14 +92,14 @@ def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
     return tuple([next(number for number, other in enumerate(spans) if _is_overlap(one, other)) for one in spans])
 
 
-def overlaps_of(args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts) -> tuple[int, ...]:
+def overlaps_of(args: Args, kwargs: Kwargs, parts: Parts) -> tuple[int, ...]:
     """The `overlaps` of a call's inputs and its module's buffers."""
     values = (*args, *kwargs.values())
     is_nested = any(isinstance(value, list | tuple | dict) for value in values)
     return overlaps([*(_pytree.tree_leaves(values) if is_nested else values), *parts.buffers])
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
+def _is_strided(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and type(tensor) in OWN_TENSORS and not tensor.is_nested
 
 
@@ -105,17 +107,17 @@ def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
     return one is other or (one[0] == other[0] and one[1] < other[2] and other[1] < one[2])
 
 
-def reachable_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def reachable_tensors(call: Call) -> list[Tensor]:
     """All tensors that a call can reach, each once: its module's, its inputs, and those that objects among these hold.
     It runs nothing of an object's own, such as `__getattr__`."""
-    tensors, seen, values = list[torch.Tensor](), dict[int, Any](), list[Any]([module, args, kwargs])
+    tensors, seen, values = list[Tensor](), dict[int, Any](), list[Any](call)
     while values:
         value = values.pop()
         kind = type(value)
         if id(value) in seen or issubclass(kind, type | types.ModuleType):
             continue
         seen[id(value)] = value
-        if issubclass(kind, torch.Tensor) and not value.is_nested:
+        if issubclass(kind, Tensor) and not value.is_nested:
             tensors.append(value)
         if issubclass(kind, dict):
             values += dict.values(value)
@@ -137,7 +139,7 @@ def slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def writes_where_tensors_overlap(call: Call) -> bool:
     """Whether this call, which is run for it if tensors of it overlap, writes into memory that they share.
 
     torch compiles such a call for a base that it finds or makes in place of the tensors (torch/_functorch,
@@ -149,7 +151,7 @@ def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwarg
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
     overlapping, spans = set[int](), defaultdict[int, list[tuple[int, int]]](list)
-    for tensor in filter(_is_strided, reachable_tensors(module, args, kwargs)):
+    for tensor in filter(_is_strided, reachable_tensors(call)):
         if not tensor.numel():
             continue
         storage, (low, high) = storage_key(tensor), span(tensor)
@@ -162,6 +164,7 @@ def writes_where_tensors_overlap(module: nn.Module, args: tuple[Any, ...], kwarg
         return False
     try:
         with _Writes() as writes:
+            module, args, kwargs = call
             module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -182,7 +185,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments, kwargs = operator._schema.arguments, kwargs or {}
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [values.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
-        tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
         self.storages.update(storage_key(tensor) for tensor in tensors if tensor.layout == torch.strided)
         return operator(*args, **kwargs)
 
@@ -240,7 +243,7 @@ class TensorDescriber:
         """The storages of all described tensors, by index."""
         return list(self._used.values())
 
-    def reduce(self, tensor: torch.Tensor) -> Reduced:
+    def reduce(self, tensor: Tensor) -> Reduced:
         """The function and arguments that make a tensor again.
 
         Raises:
@@ -254,7 +257,7 @@ class TensorDescriber:
         place = self._use(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return _with_attributes((make_tensor, (kind, place, flags)), tensor.__dict__)
 
-    def _use(self, tensor: torch.Tensor) -> UsedStorage:
+    def _use(self, tensor: Tensor) -> UsedStorage:
         low, high = span(tensor)
         is_shared = self._may_share(tensor)
         is_weight = isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
@@ -263,7 +266,7 @@ class TensorDescriber:
         used.use(low, high, tensor.dtype, is_shared, is_weight)
         return used
 
-    def _may_share(self, tensor: torch.Tensor) -> bool:
+    def _may_share(self, tensor: Tensor) -> bool:
         return self._is_shared is not None and (id(tensor) in self._shared_parts or self._is_shared(tensor))
 
     def _reduce_parts(self, tensor: Any) -> Reduced:
@@ -289,13 +292,13 @@ def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
     return StorageLayout(device, start, used.high - start, skew, used.dtype, None, used.is_weight)
 
 
-def _check(tensor: torch.Tensor) -> None:
+def _check(tensor: Tensor) -> None:
     kind = f"a {type(tensor).__name__}"
     if tensor.is_nested:
         raise NotHandedOver("a nested tensor cannot be handed over: torch.compile makes no graph of it")
     if tensor.layout != torch.strided:
         raise NotHandedOver(f"a tensor of the layout {tensor.layout} cannot be handed over")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise NotHandedOver(f"{kind} cannot be handed over: its class defines operators and no parts")
     if nn.parameter.is_lazy(tensor):
         raise NotHandedOver(f"{kind} cannot be handed over: it has no shape yet")
@@ -310,7 +313,7 @@ def _with_attributes(reduced: Reduced, attributes: dict[str, Any]) -> Reduced:
     return (*reduced, dict(attributes), None, None, set_attributes) if attributes else reduced
 
 
-def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+def set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
     """Set the attributes that Python code has set on the original tensor."""
     tensor.__dict__.update(attributes)
 
@@ -324,7 +327,7 @@ class MadeStorage:
     shift: int
 
 
-def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, bool, bool]) -> torch.Tensor:
+def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, bool, bool]) -> Tensor:
     """The tensor that `TensorDescriber.reduce` described, in a storage of this process."""
     made, dtype, offset, shape, strides = place
     requires_grad, is_inference, is_conj, is_neg = flags
@@ -336,8 +339,8 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
             tensor = tensor.conj()
         if is_neg:
             tensor = torch._neg_view(tensor)
-        if kind is not torch.Tensor:
-            return torch.Tensor._make_subclass(kind, tensor, requires_grad)
+        if kind is not Tensor:
+            return Tensor._make_subclass(kind, tensor, requires_grad)
         return tensor.requires_grad_(requires_grad)
 
 
@@ -348,11 +351,11 @@ def make_of_parts(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     flags: tuple[bool, bool],
-) -> torch.Tensor:
+) -> Tensor:
     """A tensor of a class that consists of other tensors, from `parts` made by `make_tensor`."""
     requires_grad, is_inference = flags
     with torch.inference_mode(is_inference), torch.no_grad():
-        tensor: torch.Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
+        tensor: Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
         return tensor if tensor.requires_grad == requires_grad else tensor.requires_grad_(requires_grad)
 
 
@@ -409,7 +412,7 @@ def _storage(layout: StorageLayout, mapping: torch.UntypedStorage | None, buffer
     return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
 
 
-def _allocate(device: str, dtype: torch.dtype | None, size_bytes: int) -> torch.Tensor:
+def _allocate(device: str, dtype: torch.dtype | None, size_bytes: int) -> Tensor:
     """Bytes on a device, with numbers of this type."""
     if device == "cpu":
         # One private mapping, whose pages take memory only when they are written.
@@ -425,7 +428,7 @@ def _allocate(device: str, dtype: torch.dtype | None, size_bytes: int) -> torch.
 class _Buffer:
     """Memory in which storages have places, one behind the other. Behind the last place comes the first again."""
 
-    memory: torch.Tensor
+    memory: Tensor
     taken_bytes: int = 0
 
     def take(self, layout: StorageLayout) -> torch.UntypedStorage:
@@ -439,7 +442,7 @@ class _Buffer:
         return from_dlpack(to_dlpack(self.memory[first : self.taken_bytes])).untyped_storage()
 
 
-def _draw(memory: torch.Tensor, dtype: torch.dtype) -> None:
+def _draw(memory: Tensor, dtype: torch.dtype) -> None:
     """Fill bytes with random numbers of `dtype`, if that is a floating-point type."""
     generator = torch.Generator(memory.device).manual_seed(0)
     if dtype.is_complex:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Exit, Option
 from typer.core import TyperGroup
 
 from compile_cache import __version__
@@ -28,14 +29,12 @@ from compile_cache.storage.rules import PackState, Rules, verify_packs
 from compile_cache.storage.stores.base import LayeredStore, ObjectStore, open_stores
 from compile_cache.storage.stores.local import index_folder
 
-_Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this store alone, and no layers.")]
-_Model = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Only this model: org/name, or a folder's name.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+_Store = Annotated[str | None, Option("--store", metavar="URL", help="Use this store alone, and no layers.")]
+_Model = Annotated[str | None, Option("--model", metavar="NAME", help="Only this model: org/name, or a folder's name.")]
+_Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
 _To = Annotated[
     str | None,
-    typer.Option("--to", metavar="URL", help="Write this store, not COMPILE_CACHE_STORE. A folder gets index.json."),
+    Option("--to", metavar="URL", help="Write this store, not COMPILE_CACHE_STORE. A folder gets index.json."),
 ]
 
 
@@ -50,7 +49,7 @@ class _Commands(TyperGroup):
             raise
         except (CompileCacheError, OSError) as error:
             out.print_note(f"error: {error}")
-            raise typer.Exit(1) from error
+            raise Exit(1) from error
 
 
 app = typer.Typer(
@@ -65,13 +64,13 @@ _silent = logging.NullHandler()
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         out.print_line(f"cog-compile-cache {__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def _start(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     """Fill, list, verify, copy, remove and prune stores of compiled artifacts; explain what a boot finds.
@@ -147,7 +146,7 @@ def _find(catalog: Catalog, text: str) -> Version:
         out.print_note(f"error: {text} is ambiguous; use more characters:")
         for full, _, _ in found:
             out.print_note(f"  {full}")
-        raise typer.Exit(2)
+        raise Exit(2)
     return found[0][2]
 
 
@@ -172,9 +171,9 @@ def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
 
 @app.command()
 def show(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A version, or a pack.")],
+    key: Annotated[str, Argument(metavar="KEY", help="A version, or a pack.")],
     store: _Store = None,
-    files: Annotated[bool, typer.Option("--files", help="List each file.")] = False,
+    files: Annotated[bool, Option("--files", help="List each file.")] = False,
     json: _Json = False,
 ) -> None:
     """Show a version or a pack: creators, signatures, content. It reads only the heads of packs."""
@@ -209,17 +208,17 @@ def verify(store: _Store = None, model: _Model = None, json: _Json = False) -> N
     else:
         out.print_packs(reading, verified)
     if not verified or any(pack.state is not PackState.SOUND for pack in verified):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @app.command()
 def copy(
     source: Annotated[
-        str | None, typer.Option("--from", metavar="URL", help="Copy from this store alone, and from no layers.")
+        str | None, Option("--from", metavar="URL", help="Copy from this store alone, and from no layers.")
     ] = None,
     to: _To = None,
     model: _Model = None,
-    version: Annotated[str | None, typer.Option("--version", metavar="VERSION", help="Only this version.")] = None,
+    version: Annotated[str | None, Option("--version", metavar="VERSION", help="Only this version.")] = None,
 ) -> None:
     """Copy sound packs from what a boot reads into a folder, for an image or a web server, or into another store.
 
@@ -238,29 +237,27 @@ def copy(
     there = f"; {out.count_text(len(copied.present), 'pack')} there already" if copied.present else ""
     out.print_line(f"copied {out.packs_text(list(copied.packs.values()))}, to {writing.location}{there}")
     if copied.refused:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @app.command()
 def prune(
     store: _Store = None,
     unused_days: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Remove versions not used for so many days.")
+        float | None, Option(min=0, metavar="DAYS", help="Remove versions not used for so many days.")
     ] = None,
     keep_versions: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Keep the N last used versions of each model and environment."),
+        Option(min=1, metavar="N", help="Keep the N last used versions of each model and environment."),
     ] = None,
-    in_use_days: Annotated[
-        float, typer.Option(min=0, metavar="DAYS", help="Keep versions used in the last days.")
-    ] = 2.0,
-    apply: Annotated[bool, typer.Option("--apply", help="Remove them. Without it, only list them.")] = False,
+    in_use_days: Annotated[float, Option(min=0, metavar="DAYS", help="Keep versions used in the last days.")] = 2.0,
+    apply: Annotated[bool, Option("--apply", help="Remove them. Without it, only list them.")] = False,
 ) -> None:
     """Remove old versions. Each rule removes on its own. Versions used since the list was made, and objects of other
     programs, stay."""
     if unused_days is None and keep_versions is None:
         out.print_note("error: give a rule: --keep-versions 3 or --unused-days 30")
-        raise typer.Exit(2)
+        raise Exit(2)
     writing = _writing(_open(store)[1])
     plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
     removed = apply_prune(writing, plan) if apply else []
@@ -277,9 +274,9 @@ def prune(
 
 @app.command()
 def rm(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
+    keys: Annotated[list[str], Argument(metavar="KEY...", help="A version, with all its packs, or a pack.")],
     store: _Store = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Delete without asking.")] = False,
 ) -> None:
     """Delete versions or packs. No running container brings them back; a new boot may make them anew."""
     writing = _writing(_open(store)[1])
@@ -297,10 +294,10 @@ def rm(
 
 @app.command()
 def explain(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, org/name@revision, or any name.")],
+    model: Annotated[str, Argument(metavar="MODEL", help="A folder, org/name@revision, or any name.")],
     source: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", exists=True, help="A source that the predictor names; may be repeated."),
+        Option(metavar="PATH", exists=True, help="A source that the predictor names; may be repeated."),
     ] = None,
     store: _Store = None,
     json: _Json = False,
@@ -327,10 +324,8 @@ def explain(
 
 @app.command()
 def report(
-    reports: Annotated[
-        list[Path], typer.Argument(metavar="REPORTS...", help="Boot reports: files, or folders with *.json.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
+    reports: Annotated[list[Path], Argument(metavar="REPORTS...", help="Boot reports: files, or folders with *.json.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
         "report.html"
     ),
 ) -> None:
@@ -349,7 +344,7 @@ def report(
 def fill(
     predictor: Annotated[
         str | None,
-        typer.Option(metavar="FILE:CLASS", help="The predictor, such as predict.py:Predictor, instead of cog.yaml's."),
+        Option(metavar="FILE:CLASS", help="The predictor, such as predict.py:Predictor, instead of cog.yaml's."),
     ] = None,
     to: _To = None,
     json: _Json = False,
@@ -366,14 +361,14 @@ def fill(
     from compile_cache.cli.fill_command import fill_store
 
     if not fill_store(predictor, to, json):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name for the program, in the store.")],
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.")],
-    also: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The program's own cache folder.")] = None,
+    name: Annotated[str, Argument(metavar="NAME", help="A name for the program, in the store.")],
+    command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="The command and its arguments.")],
+    also: Annotated[Path | None, Option(metavar="FOLDER", help="The program's own cache folder.")] = None,
 ) -> None:
     """Run any program that uses `torch.compile` with a cache: ComfyUI, a training job, a notebook, an engine.
 
@@ -405,7 +400,7 @@ def run(
         sys.stderr.flush()
     except OSError:  # its reader is gone; Python would end with 120
         sys.stderr = None
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 @app.command()

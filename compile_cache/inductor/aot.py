@@ -35,7 +35,8 @@ from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch.utils._traceback import CapturedTraceback
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
-from compile_cache.calls.spec import Call, call_region
+from compile_cache.calls.spec import call_region
+from compile_cache.calls.tensors import Call
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import StoredCode, check_kernels, give_keys, without_compiler
@@ -155,7 +156,8 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
             external_refs=set(names.values()),
         )
         artifacts.guards_state = _without_secrets(artifacts.guards_state)
-        stored = _Code(**vars(artifacts.compiled_fn.serialize()))
+        stored: Any = object.__new__(_Code)
+        vars(stored).update(vars(artifacts.compiled_fn.serialize()))
         artifacts.compiled_fn = type(artifacts.compiled_fn)(types.SimpleNamespace(serialize=lambda: stored))
         # This drops the text of whole source files.
         artifacts.source_info = dataclasses.replace(artifacts.source_info, inlined_sources=set())

@@ -10,13 +10,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import logging
 import os
 import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,17 +23,15 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Call, Parts, call_region, on_gpu, parts_of, why_eager
-from compile_cache.calls.tensors import overlaps_of
-from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line
+from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
+from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
+from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line, log
 from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
-from compile_cache.inductor.guards import Checks, RecordedGuard, Recorder, modules_of
+from compile_cache.inductor.guards import Check, Checks, Inputs, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
 from compile_cache.inductor.torch_state import changed_switches, switches
 from compile_cache.key.environment import digest, instruction_flags
-
-log = logging.getLogger("compile_cache")
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
 # only loads.
@@ -59,7 +56,7 @@ class _Accepted(NamedTuple):
     switches: tuple[Any, ...]
     forwards: tuple[Any, ...]
     overlaps: tuple[int, ...]
-    constants_hold: Callable[[Mapping[str, Any]], bool]
+    constants_hold: Check
 
 
 class Precompiled:
@@ -93,7 +90,7 @@ class Precompiled:
         """Why the function does not fit this call, after the full check; empty if it fits."""
         module, args, kwargs = call
         inputs = {"module": module, "args": args, "kwargs": kwargs}
-        is_on_gpu, accepted = on_gpu(*call), self._accepted
+        is_on_gpu, accepted = on_gpu(call), self._accepted
         now = switches(is_on_gpu)
         if accepted and (reason := changed_switches(accepted.switches, now)):
             return reason
@@ -112,17 +109,18 @@ class Precompiled:
         if accepted is None:
             self._accepted = _Accepted(is_on_gpu, now, parts.forwards, overlaps, self._checks.per_call(inputs))
         self._parts[module] = parts
-        return "" if self.fits(*call) else "a constant or a function was replaced"
+        return "" if self.fits(call) else "a constant or a function was replaced"
 
-    def _failed_guard(self, inputs: Mapping[str, Any]) -> str:
+    def _failed_guard(self, inputs: Inputs) -> str:
         """The guard that refuses a call, in words; empty if none does."""
         if self._check_guards(inputs):
             return ""
         failed = self._guards.check_verbose(inputs).verbose_code_parts
         return f"guard failed: {str(failed[0]).partition('#')[0].strip()[:200]}" if failed else "a guard failed"
 
-    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def fits(self, call: Call) -> bool:
         """Whether the function fits this call of a module that passed `misfit`. Takes some tens of microseconds."""
+        module, args, kwargs = call
         accepted, parts = self._accepted, self._parts.get(module)
         if accepted is None or parts is None:
             return False
@@ -140,7 +138,7 @@ class Precompiled:
             log.info("precompiled.not_checked artifact=%s error=%r", self.path, error)
             return False
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Serve a call that fits."""
         return self._function(module, args, kwargs)
 
@@ -154,7 +152,7 @@ def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tup
         NotPrecompilable: torch refuses, or the compiled code might be wrong in another process.
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
-    recorder = Recorder(on_gpu(*call), salt)
+    recorder = Recorder(on_gpu(call), salt)
     try:
         compilation = compile_call(call, mode, dynamic, recorder)
     except NotPrecompilable:

@@ -35,6 +35,10 @@ from compile_cache.key.environment import digest
 # torch's `GuardFilterEntry` (torch/_dynamo/types.py): a guard, its kind, and the value of its expression.
 GuardFilterEntry = Any
 
+# A call's module, args and kwargs by these names, and a check of them.
+Inputs = Mapping[str, Any]
+Check = Callable[[Inputs], bool]
+
 # The kinds of guards by what they demand of their expression's value.
 _BY_IDENTITY = frozenset(
     {"ID_MATCH", "FUNCTION_MATCH", "CLOSURE_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "NN_MODULE"}
@@ -282,7 +286,7 @@ class Checks:
         # By the identity of a guard, the description that it met: the digest of an equal one need not be made.
         self._met: dict[int, Description] = {}
 
-    def difference(self, inputs: Mapping[str, Any] | None = None) -> str:
+    def difference(self, inputs: Inputs | None = None) -> str:
         """The first change below a call's `inputs` (module, args and kwargs), or without them the first changed global;
         empty if none changed."""
         scope = {**self._scope, "L": inputs}
@@ -298,7 +302,7 @@ class Checks:
                 self._met[id(guard)] = now
         return ""
 
-    def per_call(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
+    def per_call(self, inputs: Inputs) -> Check:
         """A function of a call's inputs: whether all values that a program may change are still as now.
 
         It compares objects by identity, numbers and text by type and value, containers by type, length and keys.
@@ -316,7 +320,7 @@ class Checks:
                 condition.add_same(default[1], eval(_compiled(default[1]), scope))
             else:
                 condition.add(guard, value)
-        check: Callable[[Mapping[str, Any]], bool] = eval(condition.source(), {**self._scope, **condition.values})
+        check: Check = eval(condition.source(), {**self._scope, **condition.values})
         return check
 
 

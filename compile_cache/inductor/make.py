@@ -23,8 +23,8 @@ from unittest import mock  # torch has imported it
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import Call, CallSpec, call_by_graph, call_region, on_gpu, pytree
-from compile_cache.calls.tensors import writes_where_tensors_overlap
+from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.tensors import Args, Call, Kwargs, writes_where_tensors_overlap
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX
@@ -141,7 +141,7 @@ class Graph:
     path: str = ""
     is_proved: bool = False
 
-    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def fits(self, call: Call) -> bool:
         """True: torch has the guards, and checks them in the call."""
         return True
 
@@ -149,11 +149,11 @@ class Graph:
         """Empty: the call itself finds out."""
         return ""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Serve a call by a graph that exists. Raises as `Graphs.run` does."""
         return self.graphs.run(self.is_whole, (module, args, kwargs), compiles=False)
 
-    def try_out(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def try_out(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
         adding = self.adding()
         with out_of_stored_files() if adding == "stored" else contextlib.nullcontext():
@@ -183,7 +183,7 @@ def make(
         CompileCacheError: no code may be made for this call.
         Exception: the model's, or the compiler's.
     """
-    if writes_where_tensors_overlap(*copies()):
+    if writes_where_tensors_overlap(copies()):
         raise ArtifactError("it writes into memory that two of its tensors share; give it a copy of one")
     traced = trace(graphs, lambda: _left_open(dynamic, copies()))
     if artifacts is None:
@@ -214,7 +214,7 @@ def _graphs_made(
     """A call of which graphs alone were made. Its record is written if they were found, or are found now: Inductor
     stores not every graph."""
     why = "torch does not store its graphs" if traced.counts.fxgraph_bypasses else ""
-    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(*copies()), copies())):
+    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(copies()), copies())):
         return Answer(record.path, reason, traced=traced)
     try:
         if not serves:
@@ -330,7 +330,7 @@ def compare_speed(compiled: Callable[..., Any], copies: Callable[[], Call]) -> t
 
 
 def _time_ms(function: Callable[..., Any], call: Call) -> float:
-    if not on_gpu(*call):
+    if not on_gpu(call):
         started = time.perf_counter()
         function(*call)
         return (time.perf_counter() - started) * 1e3

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec, on_gpu
-from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
+from compile_cache.calls.tensors import Call
+from compile_cache.errors import ArtifactError, NotPrecompilable, log
 from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.function import (
@@ -36,8 +36,6 @@ from compile_cache.inductor.function_file import CACHED, PRECOMPILED, SUFFIX, ma
 from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
-
-log = logging.getLogger("compile_cache")
 
 _MOST_PREFETCHED = 256
 # Records of graphs of one kind of call. Each but the last did not hold.
@@ -159,7 +157,7 @@ class Artifacts:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
-        group = self._group(CallSpec.of(*call), call, self._dynamic)
+        group = self._group(CallSpec.of(call), call, self._dynamic)
         number = len(self._paths(group.path, CACHED))  # each came after one that did not hold
         if number == _MOST_CACHED:
             raise ArtifactError("its graphs are others in each boot")
@@ -235,7 +233,7 @@ class Artifacts:
         """
         if reason := why_not_ahead(call[0]):
             raise NotPrecompilable(reason)
-        group = self._group(CallSpec.of(*call), call, self._dynamic)
+        group = self._group(CallSpec.of(call), call, self._dynamic)
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         if group.path in self._not_precompilable:
@@ -289,7 +287,7 @@ class Artifacts:
                     "code": sources_digest(call[0]),
                     "structure": structure_digest(spec.structure),
                     "inputs": spec.stored(with_sizes=dynamic is False),
-                    "switches": describe_switches(switches(on_gpu(*call))),
+                    "switches": describe_switches(switches(on_gpu(call))),
                 }
             )
         except NotDescribedError as error:

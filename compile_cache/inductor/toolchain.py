@@ -28,7 +28,6 @@ import copyreg
 import functools
 import importlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -41,11 +40,9 @@ from typing import Any
 import torch
 
 from compile_cache.calls.spec import RECOMPILE_LIMIT
-from compile_cache.errors import Failure, attempt
+from compile_cache.errors import Failure, attempt, log
 from compile_cache.files import replacing
 from compile_cache.key.environment import digest, instruction_flags
-
-log = logging.getLogger("compile_cache")
 
 # On torch 2.13 an option is a context variable too: it holds in the thread that set it. Setup and predictions run on
 # different threads, so each calls `configure_torch` before it compiles or loads something.

@@ -14,7 +14,6 @@ switches.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import io
@@ -22,6 +21,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +94,8 @@ SETTERS: Mapping[str, Callable[[Any], object]] = {
     "float16 reductions": lambda value: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
     "bfloat16 reductions": lambda value: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
     "deterministic algorithms": torch.set_deterministic_debug_mode,
-    "default dtype": lambda value: torch.set_default_dtype(value),
-    "threads": lambda value: torch.set_num_threads(value),
+    "default dtype": torch.set_default_dtype,
+    "threads": torch.set_num_threads,
 }
 # Only a context of the calling code turns these on. They cannot be handed to another process. What it may be, in words:
 CONTEXTS = {
@@ -110,7 +110,7 @@ _READERS_ON_GPU = tuple(read for name, read in SWITCHES.items() if name != "thre
 def switches(on_gpu: bool) -> tuple[Any, ...]:
     """The values of `SWITCHES`, without the number of threads if all tensors of the call are on a GPU."""
     if on_gpu:
-        with contextlib.suppress(RuntimeError):  # the memory is full; the next reading tries again
+        with suppress(RuntimeError):  # the memory is full; the next reading tries again
             settle_attention_priority()
     return tuple([read() for read in (_READERS_ON_GPU if on_gpu else _READERS)])
 
@@ -134,11 +134,11 @@ def set_autocast(device: str, dtype: str) -> None:
     torch.clear_autocast_cache()
 
 
-@contextlib.contextmanager
+@contextmanager
 def modes_of(described: Mapping[str, str]) -> Iterator[None]:
     """The modes of `described`, a result of `describe_switches` that was read from a file: those of which a call has
     guards."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.inference_mode(described["inference mode"] == "True"))
         for name in ("autocast on CPU", "autocast on CUDA"):
@@ -264,7 +264,7 @@ class ServerState:
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def applied(self) -> Iterator[None]:
         """Set the server's state in the calling thread and in this process while the context lasts. Imports the
         compiler.
@@ -282,7 +282,7 @@ class ServerState:
             with _making(name):
                 importlib.import_module(name)
         _run_once(self.preparations)
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for option in self.options:
                 _make_option(option, stack)
             if self.device is not None:
@@ -293,7 +293,7 @@ class ServerState:
             self._check()
             yield
 
-    def _make_switches(self, stack: contextlib.ExitStack) -> None:
+    def _make_switches(self, stack: ExitStack) -> None:
         """Set the switches that differ, and let the stack reset them."""
         values = dict(zip(SWITCHES, self.switches, strict=False))
         with _making("gradients and inference mode"):
@@ -324,7 +324,7 @@ class ServerState:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
 
 
-def _make_option(option: Option, stack: contextlib.ExitStack) -> None:
+def _make_option(option: Option, stack: ExitStack) -> None:
     """Give the option its value in this thread, and let the stack reset it."""
     with _making(str(option)):
         config, value = importlib.import_module(option.module), pickle.loads(option.value)
@@ -334,7 +334,7 @@ def _make_option(option: Option, stack: contextlib.ExitStack) -> None:
             raise NotHandedOver(f"{option} is {now!r}, and was {value!r} in the server")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _making(name: str) -> Iterator[None]:
     """Turn an error of the context into a `NotHandedOver` that begins with `name`."""
     try:

@@ -116,12 +116,11 @@ class Restore:
         self._settings = settings
         self._directory = directory
         self._started = time.monotonic()
-        self._abandoned = threading.Event()
         self._channel: socket.socket | None = None
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
         wanted = _Wanted(settings, directory.path, directory.inbox, model, sources, dict(environ), environment)
-        steps = _steps(wanted, self._abandoned)
+        steps = _steps(wanted)
         if environment is None and "torch" not in sys.modules:
             self._channel, theirs = socket.socketpair()
             steps = _steps_elsewhere(wanted, self._channel, theirs, directory.lock_fd)
@@ -129,8 +128,7 @@ class Restore:
         self._fetching.start()
 
     def abandon(self) -> None:
-        """Stop fetching."""
-        self._abandoned.set()
+        """End the process that fetches. A thread ends by itself."""
         if self._channel is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self._channel.shutdown(socket.SHUT_RDWR)  # the process ends
@@ -160,8 +158,8 @@ class Restore:
             return self._report("failed", failure), None
         observed = known.beside(self._environment or observe_environment(known.environment))
         differences = known.environment.differences(observed.environment)
-        if differences and not self._abandoned.is_set():
-            self._fetching = _Fetching(_fetched(observed, self._directory.inbox, self._abandoned), observed)
+        if differences and not failure:
+            self._fetching = _Fetching(_fetched(observed, self._directory.inbox), observed)
             self._fetching.start()
             failure = self._wait()
         if failure and self._fetching.done.is_set():
@@ -238,21 +236,21 @@ class _Found:
 _Step: TypeAlias = _Known | _Found | str
 
 
-def _steps(wanted: _Wanted, abandoned: threading.Event) -> Iterator[_Step]:
+def _steps(wanted: _Wanted) -> Iterator[_Step]:
     """The steps of a restore, in this order."""
     environment = wanted.environment or environment_for(wanted.settings, wanted.directory, wanted.environ)
     known = _know(wanted.settings, environment, wanted.model, wanted.sources)
     yield known
-    yield from _fetched(known, wanted.inbox, abandoned)
+    yield from _fetched(known, wanted.inbox)
 
 
-def _fetched(known: _Known, inbox: Path, abandoned: threading.Event) -> Iterator[_Step]:
+def _fetched(known: _Known, inbox: Path) -> Iterator[_Step]:
     """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
     own = known.packs()
     found = _Found(own)
     try:
         for packs in candidates(own, known.store.writing):
-            fetched = fetch(packs, inbox, abandoned)
+            fetched = fetch(packs, inbox)
             found.fetched = replace(
                 fetched,
                 refused=found.fetched.refused + fetched.refused,
@@ -265,7 +263,7 @@ def _fetched(known: _Known, inbox: Path, abandoned: threading.Event) -> Iterator
         found.failure = _text(error)
     found.problems = known.store.problems
     yield found
-    if not (found.failure or own.known or found.fetched.files or abandoned.is_set()):
+    if not (found.failure or own.known or found.fetched.files):
         yield explain_miss(known.store, known.key, known.environment)
 
 
@@ -294,7 +292,7 @@ def main() -> None:
         threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
         write = pickle.Pickler(stream).dump  # which writes no object twice
         try:
-            for step in _steps(wanted, threading.Event()):
+            for step in _steps(wanted):
                 write(step)
                 stream.flush()
         except Exception as error:

@@ -6,7 +6,6 @@ and the environment of the Python that runs it.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -18,15 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from compile_cache.errors import CompileCacheError
+from compile_cache.errors import CompileCacheError, log
 from compile_cache.key import environment
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, is_claimed
-
-log = logging.getLogger("compile_cache")
 
 _PASSED_ON = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 _CAUGHT = {*_PASSED_ON, signal.SIGCHLD}

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compile_cache.calls.shadow import Shadow, state_of
-from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
-from compile_cache.calls.tensors import slots_of
+from compile_cache.calls.spec import COMPILED_CALL, pytree
+from compile_cache.calls.tensors import Call, slots_of
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
@@ -68,7 +69,7 @@ class Comparison:
             torch.OutOfMemoryError: the copies do not fit.
         """
         self._call = call
-        self.pristine = Shadow(*call)
+        self.pristine = Shadow(call)
         self.generators = _generator_states()
         self._reference: Any = None
 
@@ -85,7 +86,7 @@ class Comparison:
                 reason = f"a call changes {name}, which is one object for the whole program"
                 self.pristine.obstacle = NotHandedOver(reason)
                 raise self.pristine.obstacle
-        return pytree.tree_map_only(torch.Tensor, torch.clone, answer)
+        return pytree.tree_map_only(Tensor, torch.clone, answer)
 
     def check(self, function: Callable[..., Any]) -> Check:
         """Run `function(module, args, kwargs)` on the copy, once, and compare.
@@ -95,11 +96,10 @@ class Comparison:
         """
         if isinstance(self._reference, Failure):
             raise self._reference.error
-        (module, args, kwargs), shadow = self._call, self.pristine
+        (module, *inputs), (copy, *inputs_of_copy) = self._call, self.pristine.call
         with generators_at(self.generators) if self.generators else contextlib.nullcontext():
-            answer = function(shadow.module, shadow.args, shadow.kwargs)
-        found = answer, (shadow.args, shadow.kwargs), shadow.module
-        return compare(found, (self._reference, (args, kwargs), module))
+            answer = function(*self.pristine.call)
+        return compare((answer, inputs_of_copy, copy), (self._reference, inputs, module))
 
 
 def compare(found: tuple[Any, ...], expected: tuple[Any, ...]) -> Check:
@@ -138,7 +138,7 @@ class _Walk:
             self._compare_objects(where, found, expected)
 
     def _compare_objects(self, where: str, found: Any, expected: Any) -> None:
-        if isinstance(expected, torch.Tensor):
+        if isinstance(expected, Tensor):
             tolerance = _TOLERANCES.get(expected.dtype.to_real(), 0.0)
             check = Check(_relative_error(found, expected), tolerance, where)
             self.worst = max(self.worst, check, key=_severity)
@@ -205,7 +205,7 @@ def _severity(check: Check) -> float:
     return math.inf if check.error else 0.0
 
 
-def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_error(found: Tensor, expected: Tensor) -> float:
     """‖found − expected‖ / ‖expected‖; infinite if shapes, types, integers, or places of infinities or NaNs differ."""
     if found.shape != expected.shape or found.dtype != expected.dtype or found.device != expected.device:
         return math.inf
@@ -224,7 +224,7 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _norm_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _norm_error(found: Tensor, expected: Tensor) -> float:
     wide = torch.float64 if expected.dtype in (torch.float32, torch.float64) else torch.float32
     norms = torch.linalg.vector_norm(found.to(wide) - expected.to(wide)), torch.linalg.vector_norm(expected, dtype=wide)
     difference, norm = torch.stack(norms).tolist()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
+from compile_cache.calls.tensors import Call
 from compile_cache.serving.moment import LOCK
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class Kinds:
     def case(self, call: Call) -> tuple[Case, Code | None]:
         """The case of this call, made if it is new, and its code, which fits the call. Code that arrives later may
         not."""
-        module, spec = call[0], CallSpec.of(*call)
+        module, spec = call[0], CallSpec.of(call)
         with LOCK:
             covering, misfit = list[Case](), ""
             alike = self._cases.get(spec.without_sizes, [])

@@ -7,15 +7,12 @@ boot proved is taken at once, unless other predictions are open. Code that faile
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from compile_cache.errors import Failure, attempt
-
-log = logging.getLogger("compile_cache")
+from compile_cache.errors import Failure, attempt, log
 
 # Under steady overlap no moment comes. Code that has waited so long is taken all the same.
 _LONGEST_WAIT_S = 10.0

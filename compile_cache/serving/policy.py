@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
-from compile_cache.errors import ArtifactError, Failure, attempt
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
+from compile_cache.calls.tensors import Call
+from compile_cache.errors import ArtifactError, Failure, attempt, log
 from compile_cache.inductor.function_file import CACHED, SUFFIX, has_artifacts, marks_of
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.moment import LOCK, Moment
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Answer, Graphs
     from compile_cache.inductor.stored_functions import Artifacts, CachedRecord
-
-log = logging.getLogger("compile_cache")
 
 # The most that a setup takes to trace graphs out of stored files. With the import of the compiler, which takes 3 s, it
 # is 15 s.

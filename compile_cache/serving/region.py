@@ -18,7 +18,6 @@ from torch import nn
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
-    Call,
     Parts,
     call_region,
     growth,
@@ -29,7 +28,7 @@ from compile_cache.calls.spec import (
     why_eager,
     with_plain_strides,
 )
-from compile_cache.calls.tensors import overlaps_of
+from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
 from compile_cache.serving.kinds import WITH_CODE, Case, Code, Kinds, Standing, State
 from compile_cache.serving.moment import Known
@@ -79,7 +78,7 @@ class Region:
         plain, named = with_plain_strides(args, kwargs)
         if functions := self._functions[module]:
             for case in functions.get(top_sizes(plain, named), ()):
-                if case.state is State.TAKEN and (code := case.code) and code.fits(module, plain, named):
+                if case.state is State.TAKEN and (code := case.code) and code.fits((module, plain, named)):
                     return self._serve(case, code, (module, plain, named))
         return self._route((module, plain, named), like or _likeness(args, kwargs))
 
@@ -189,7 +188,7 @@ class Region:
         return answer
 
 
-def _likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def _likeness(args: Args, kwargs: Kwargs) -> Hashable:
     """What calls that are settled alike have in common, as a key; None if that cannot be told."""
     try:
         hash(key := (likeness(args), tuple(kwargs), likeness(kwargs.values()), modes()))

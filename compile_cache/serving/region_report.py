@@ -6,10 +6,10 @@ loaded; graphs of `torch.compile` that were found in stored files; graphs that w
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from compile_cache.errors import log
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.serving.moment import LOCK
 from compile_cache.timeline import note
@@ -17,8 +17,6 @@ from compile_cache.timeline import note
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Traced
     from compile_cache.serving.kinds import Kinds
-
-log = logging.getLogger("compile_cache")
 
 # Best first. A region reports the worst step that any call needed.
 _LADDER = ("unused", "late", "precompiled", "cached", "cold", "eager")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import weakref
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from compile_cache.errors import NotAModuleError
+from compile_cache.errors import NotAModuleError, log
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.inductor.toolchain import unread_files
 from compile_cache.serving.moment import LOCK
@@ -26,8 +25,6 @@ from compile_cache.serving.region import Region
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
-
-log = logging.getLogger("compile_cache")
 
 _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
 _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -16,8 +15,17 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
-from compile_cache.errors import CompileCacheError, Failure, GraphNotStored, NotHandedOver, UnseenCallError, attempt
+from compile_cache.calls.spec import RECOMPILE_LIMIT
+from compile_cache.calls.tensors import Call
+from compile_cache.errors import (
+    CompileCacheError,
+    Failure,
+    GraphNotStored,
+    NotHandedOver,
+    UnseenCallError,
+    attempt,
+    log,
+)
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
 from compile_cache.serving.comparison import generators_at
@@ -28,8 +36,6 @@ from compile_cache.serving.region_report import RegionReport
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Graphs, Traced
     from compile_cache.inductor.stored_functions import CachedRecord
-
-log = logging.getLogger("compile_cache")
 
 # Makes code for a call in this process, from a copy of the call.
 Maker = Callable[[Shadow], Code]
@@ -99,7 +105,7 @@ class Source:
         if not isinstance(code, Failure):
             self._arrive(case, code)
         elif isinstance(code.error, GraphNotStored):
-            self.order(case, attempt(self.pack, case, (shadow.module, shadow.args, shadow.kwargs)))
+            self.order(case, attempt(self.pack, case, shadow.call))
         else:
             outgoing.withheld |= outgoing.appeared()
             self.give_up(case, self._failure(code, time.perf_counter() - started))

@@ -6,7 +6,6 @@ This module imports torch, and is itself imported only when a boot has torch.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import Call, call_region
-from compile_cache.calls.tensors import reachable_tensors
-from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver
+from compile_cache.calls.spec import call_region
+from compile_cache.calls.tensors import Call, reachable_tensors
+from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, log
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
@@ -26,8 +25,6 @@ from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Maker, Source
 from compile_cache.timeline import note
-
-log = logging.getLogger("compile_cache")
 
 # A comparison that did not end is tried again when so many moments have come since the first try.
 _TRIES_AT = (1, 11, 111)
@@ -205,7 +202,7 @@ class Trials:
 
 
 def _sizes(call: Call) -> list[torch.Size]:
-    return [tensor.shape for tensor in reachable_tensors(*call)]
+    return [tensor.shape for tensor in reachable_tensors(call)]
 
 
 def _waits(case: Case) -> bool:

@@ -6,7 +6,6 @@ All packs of a key add up.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,23 +85,22 @@ class PacksOfKey:
         self.uses = {mark.name for mark in version.marks}
         return version.packs
 
-    def refresh(self, abandoned: threading.Event | None = None) -> None:
+    def refresh(self) -> None:
         """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was
         merged into another one: then list again.
 
         Raises:
             StoreError: the store cannot be listed.
-            Abandoned: `abandoned` was set.
         """
         vanished: Sequence[str] = ()
         for _ in range(_MOST_LISTINGS):
-            before, vanished = vanished, self._look(abandoned)
+            before, vanished = vanished, self._look()
             if not set(vanished) - set(before):
                 break  # the store lists this pack but does not have it, so it was not merged
         for name in vanished:
             self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
 
-    def _look(self, abandoned: threading.Event | None) -> Sequence[str]:
+    def _look(self) -> Sequence[str]:
         """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
         entries = self.list()
         found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
@@ -112,7 +110,7 @@ class PacksOfKey:
 
         def look(entry: StoredObject) -> None:
             try:
-                found[entry.name] = reader.read(entry, abandoned)
+                found[entry.name] = reader.read(entry)
             except ObjectNotFound:
                 vanished.append(entry.name)
             except (PackError, StoreError) as error:
@@ -255,7 +253,7 @@ class Fetched:
     seeded_from: str = ""
 
 
-def fetch(packs: PacksOfKey, inbox: Path, abandoned: threading.Event | None = None) -> Fetched:
+def fetch(packs: PacksOfKey, inbox: Path) -> Fetched:
     """Read, verify and unpack the selected files of all packs into the inbox, in parallel. Other frames are not read.
 
     If anything in a pack is wrong, the whole pack is refused, and files are taken from other packs that have them. If a
@@ -263,24 +261,23 @@ def fetch(packs: PacksOfKey, inbox: Path, abandoned: threading.Event | None = No
 
     Raises:
         StoreError: the store cannot be listed.
-        Abandoned: `abandoned` was set.
         OSError: the staging folder cannot be written.
     """
     started = time.perf_counter()
-    packs.refresh(abandoned)
+    packs.refresh()
     listings = 1
     while True:
         make_empty(inbox)  # only what this round verifies is installed
         selection = packs.select()
         needed = selection.needed
-        failures = _unpack(packs.store, inbox, needed, abandoned)
+        failures = _unpack(packs.store, inbox, needed)
         if not failures:
             break
         for pack, error in failures:
             packs.drop(pack.entry, error)
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
-            packs.refresh(abandoned)
+            packs.refresh()
     read = [group[-1].end - group[0].start for pack, paths in needed for group in _groups(pack, paths)]
     stored_bytes = sum(pack.head.start for pack, _ in needed) + sum(read)
     folders = [_folder(inbox, pack) for pack in selection.packs]
@@ -312,7 +309,7 @@ def _move_into(source: str, target: str) -> None:
 
 
 def _unpack(
-    store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, set[str]]], abandoned: threading.Event | None
+    store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, set[str]]]
 ) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
     """Unpack the runs that hold the given paths of each pack, each pack into its own folder. Returns the packs that
     failed, with their errors."""
@@ -323,7 +320,7 @@ def _unpack(
         if pack.entry.name in failures:
             return
         sizes = [size_bytes for run in group for size_bytes in run.frame_sizes]
-        frames = read_pieces(store, pack.entry.name, group[0].start, sizes, abandoned)
+        frames = read_pieces(store, pack.entry.name, group[0].start, sizes)
         try:
             for run in group:
                 unpack_run(frames, run, _folder(inbox, pack), paths)

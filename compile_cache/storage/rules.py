@@ -94,7 +94,7 @@ class HeadReader:
         self.room = room_beside(rules.limits, [pack.head for pack in known])
         self._turn = threading.Lock()
 
-    def read(self, entry: StoredObject, abandoned: threading.Event | None = None) -> StoredPack:
+    def read(self, entry: StoredObject) -> StoredPack:
         """The pack with its verified head.
 
         Raises:
@@ -106,10 +106,10 @@ class HeadReader:
         limits = self._rules.limits
         if entry.size_bytes > limits.size_bytes:
             raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
-        content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes), abandoned)
+        content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes))
         end = min(parse_header(content, limits).end, entry.size_bytes)
         if len(content) < end:
-            content += read_exactly(self._store, entry.name, len(content), end - len(content), abandoned)
+            content += read_exactly(self._store, entry.name, len(content), end - len(content))
         folder, _, name = entry.name.rpartition("/")
         with self._turn:
             try:

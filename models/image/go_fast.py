@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.kernels.float8 import check_float8, scaled_linear, to_float8
 from models.weights import gpu_has_room
@@ -32,16 +32,16 @@ class FastLinear(nn.Linear):
     """A linear layer whose product is in float8. weight: [out_features, in_features], of float8, scale: [1,
     out_features], of float32."""
 
-    scale: torch.Tensor
+    scale: Tensor
 
     @torch.no_grad()
-    def take(self, weight: torch.Tensor) -> None:
+    def take(self, weight: Tensor) -> None:
         """Take another layer's weight, [out_features, in_features]."""
         values, scale = to_float8(weight)
         self.weight.copy_(values)
         self.scale.copy_(scale.t())
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """inputs: [..., in_features], result: [..., out_features], of the inputs' type."""
         return scaled_linear(inputs, self.weight, self.scale, self.bias)
 

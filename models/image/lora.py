@@ -31,7 +31,7 @@ from diffusers.utils.state_dict_utils import (
     convert_unet_state_dict_to_peft,
 )
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from models.image.lora_files import LoraError
 from models.weights import gpu_has_room
@@ -64,12 +64,12 @@ class Lora:
 class _Update:
     """What is added to a weight of shape (out, …): ``factor · up @ down``, with up (out, rank) and down (rank, …)."""
 
-    down: torch.Tensor
-    up: torch.Tensor
+    down: Tensor
+    up: Tensor
     factor: float
 
 
-class _Traced(torch.Tensor):
+class _Traced(Tensor):
     """A tensor of a LoRA's file, or one that diffusers computed from such tensors. `sources` are their names."""
 
     sources: frozenset[str] = frozenset()
@@ -98,7 +98,7 @@ class Loras:
         # None while weights change, so that an error is followed by a complete merge.
         self._merged: tuple[tuple[Lora, int, int, int], ...] | None = ()
         # The base weights of all parameters that a LoRA has touched, and those that differ from them now.
-        self._base: dict[nn.Parameter, torch.Tensor] = {}
+        self._base: dict[nn.Parameter, Tensor] = {}
         self._changed: set[nn.Parameter] = set()
 
     def use(self, loras: Iterable[Lora]) -> None:
@@ -157,8 +157,8 @@ def read_lora(pipeline: Any, lora: Lora) -> Iterator[tuple[nn.Parameter, _Update
     """
     tensors, settings = _read_file(lora.file)
     state = _convert(pipeline, tensors)
-    merged: list[torch.Tensor] = []
-    unfit: list[torch.Tensor] = []
+    merged: list[Tensor] = []
+    unfit: list[Tensor] = []
     for component in getattr(pipeline, "_lora_loadable_modules", ()):
         network = getattr(pipeline, component, None)
         if not isinstance(network, nn.Module):
@@ -173,7 +173,7 @@ def read_lora(pipeline: Any, lora: Lora) -> Iterator[tuple[nn.Parameter, _Update
             down, up = factors["A"], factors["B"]
             factor = lora.scale * _factor(name, down, own_settings)
             _check(f"{component}.{name}", weight, down, up, factor)
-            yield weight, _Update(down.as_subclass(torch.Tensor), up.as_subclass(torch.Tensor), factor)
+            yield weight, _Update(down.as_subclass(Tensor), up.as_subclass(Tensor), factor)
     not_merged = (tensors.keys() - _sources(merged)) | _sources(unfit)
     if left_out := [name for name in not_merged if tensors[name].any()]:
         raise LoraError(
@@ -217,7 +217,7 @@ def _read_file(file: Path) -> tuple[dict[str, _Traced], dict[str, Any]]:
     return traced, settings
 
 
-def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     """Refuse what diffusers' converters or torch cannot take, or would take hours for."""
     if not 0 < len(tensors) <= _MOST_TENSORS:
         raise LoraError(f"the file has {len(tensors)} tensors; give one with 1 to {_MOST_TENSORS}")
@@ -277,7 +277,7 @@ def _factors(state: Mapping[str, _Traced]) -> dict[str, dict[str, _Traced]]:
     return found
 
 
-def _check(name: str, weight: torch.Tensor, down: _Traced, up: _Traced, factor: float) -> None:
+def _check(name: str, weight: Tensor, down: _Traced, up: _Traced, factor: float) -> None:
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() < 2:
         raise LoraError(f"{name} is quantized, so no LoRA can be merged into it. GO_FAST=only does so: set GO_FAST=on")
     shapes = tuple(up.shape), tuple(down.shape), tuple(weight.shape)
@@ -308,7 +308,7 @@ def _factor(name: str, down: _Traced, settings: Mapping[str, Any]) -> float:
     return _positive(f"the alpha of {name} in the file's settings", alpha) / divisor
 
 
-def _merge(base: torch.Tensor, updates: Sequence[_Update]) -> torch.Tensor:
+def _merge(base: Tensor, updates: Sequence[_Update]) -> Tensor:
     """The merged weight in fp32."""
     merged = base.to(torch.float32, copy=True).flatten(1)
     for update in updates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from models.kernels.operators import launch, power_of_2
 
@@ -32,9 +33,7 @@ def check_float8(setting: str, remedy: str) -> None:
         raise ValueError(f"{setting} needs a GPU of compute capability {needed}; this is {gpu}. {remedy}")
 
 
-def scaled_linear(
-    inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def scaled_linear(inputs: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer as a product in float8.
 
     inputs: [..., columns], weight: [features, columns], of float8, scale: [1, features], of float32, bias: [features],
@@ -54,7 +53,7 @@ def scaled_linear(
     return result.view(*inputs.shape[:-1], len(weight))
 
 
-def to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Values of float8 and scales of float32. Their product is about `rows`.
 
     rows and values: [rows, columns], scales: [rows, 1].
@@ -64,7 +63,7 @@ def to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op("image::to_float8", mutates_args=())
-def to_float8_at_once(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def to_float8_at_once(rows: Tensor) -> tuple[Tensor, Tensor]:
     """`to_float8` in one kernel, which reads each row once."""
     if not rows.is_cuda:
         return to_float8(rows)
@@ -88,6 +87,6 @@ def to_float8_at_once(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @to_float8_at_once.register_fake
-def _(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _(rows: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(rows, dtype=_FLOAT8, memory_format=torch.contiguous_format)
     return values, rows.new_empty((len(rows), 1), dtype=torch.float32)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
+from torch import Tensor
 
 # The part of a matrix that a program multiplies at once: its number of elements, and its most columns. The fastest of
 # six on an H200 (2026-11): for numbers of 16 bits or more, for 8 bits, and for two matrices at once.
@@ -37,12 +38,12 @@ _OVERLAPPING_CAPABILITY = (9, 0)
 
 @torch.library.custom_op("text::matrix_vector", mutates_args=())
 def matrix_vector(
-    vector: torch.Tensor,
-    matrix: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    vector: Tensor,
+    matrix: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """`matrix @ vector`, times `scale`, plus `bias`, summed in float32; then rounded to the vector's type, plus
     `residual`.
 
@@ -61,12 +62,12 @@ def matrix_vector(
 
 
 @matrix_vector.register_fake
-def _(vector: torch.Tensor, matrix: torch.Tensor, *others: Any) -> torch.Tensor:
+def _(vector: Tensor, matrix: Tensor, *others: Any) -> Tensor:
     return vector.new_empty((1, 1, matrix.shape[0]))
 
 
 @torch.library.custom_op("text::matrix_vectors", mutates_args=())
-def matrix_vectors(vector: torch.Tensor, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def matrix_vectors(vector: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
     """`matrix @ vector` for two or three matrices in one kernel. A small matrix alone does not keep a GPU busy.
 
     vector: [1, 1, columns], matrices: [rows, columns] each, contiguous, of the vector's type; results: [1, 1, rows].
@@ -77,12 +78,12 @@ def matrix_vectors(vector: torch.Tensor, matrices: Sequence[torch.Tensor]) -> li
 
 
 @matrix_vectors.register_fake
-def _(vector: torch.Tensor, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _(vector: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
     return [vector.new_empty((1, 1, matrix.shape[0])) for matrix in matrices]
 
 
 @torch.library.custom_op("text::gated_matrix_vector", mutates_args=())
-def gated_matrix_vector(vector: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated_matrix_vector(vector: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate @ vector) * (up @ vector)`, summed in float32 and rounded after each operator.
 
     vector: [1, 1, columns], gate and up: [rows, columns], contiguous; result: [1, 1, rows].
@@ -93,20 +94,20 @@ def gated_matrix_vector(vector: torch.Tensor, gate: torch.Tensor, up: torch.Tens
 
 
 @gated_matrix_vector.register_fake
-def _(vector: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _(vector: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return vector.new_empty((1, 1, gate.shape[0]))
 
 
 def _multiply_on_gpu(
-    vector: torch.Tensor,
-    matrices: Sequence[torch.Tensor],
+    vector: Tensor,
+    matrices: Sequence[Tensor],
     block: tuple[int, int],
     *,
-    up: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+    up: Tensor | None = None,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> list[Tensor]:
     """Launch the kernel of all operators above, for one to three matrices. Keyword arguments need a single matrix."""
     columns = matrices[0].shape[1]
     elements, most_columns = block
@@ -132,7 +133,7 @@ def _multiply_on_gpu(
     return results
 
 
-def normalize(hidden_states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normalize(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`hidden_states` divided by the root mean square of their last dimension, in float32, then rounded and multiplied
     by `weight`, as transformers' LlamaRMSNorm does.
 
@@ -144,7 +145,7 @@ def normalize(hidden_states: torch.Tensor, weight: torch.Tensor, epsilon: float)
 
 
 @torch.library.custom_op("text::rms_norm", mutates_args=())
-def rms_norm(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(vector: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`normalize` of one vector.
 
     A GPU spends more time on launching and ending so small a kernel than on the norm. On GPUs that can, this kernel
@@ -171,20 +172,20 @@ def rms_norm(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
 
 
 @rms_norm.register_fake
-def _(vector: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def _(vector: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return torch.empty_like(vector, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("text::decode_attention", mutates_args=())
 def decode_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    position: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
     scale: float,
     window: int,
     softcap: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of the token at `position` over the filled part of a static cache: the tokens up to and including
     itself.
 
@@ -206,13 +207,11 @@ def decode_attention(
 
 
 @decode_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-def _attend_on_gpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position: torch.Tensor, **options: float
-) -> torch.Tensor:
+def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, position: Tensor, **options: float) -> Tensor:
     """Split the filled part among many programs and join their results.
 
     One program for each head would leave most of a GPU idle (flash decoding,

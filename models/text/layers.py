@@ -6,12 +6,11 @@ A class of transformers is recognised by the code of its `forward`, because mode
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 
@@ -33,7 +32,7 @@ def use_token_layers(model: nn.Module) -> None:
 class TokenLinear(nn.Linear):
     """A linear layer that uses `matrix_vector` for a single token."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """inputs and result: [..., size]."""
         if _is_one_token(inputs, self.in_features):
             return matrix_vector(inputs, self.weight, None, self.bias)
@@ -43,27 +42,27 @@ class TokenLinear(nn.Linear):
 class GatedMLP(nn.Module):
     """The feed-forward part of Llama and of more than a hundred other models: two kernels for a single token."""
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         """x and result: [1, tokens, size]."""
         if _is_one_token(x, self.gate_proj.in_features):
             gated = gated_matrix_vector(x, self.gate_proj.weight, self.up_proj.weight)
         else:
             gated = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        result: torch.Tensor = self.down_proj(gated)
+        result: Tensor = self.down_proj(gated)
         return result
 
 
 class TokenNorm(nn.Module):
     """The norm of Llama and of most later models. It uses `rms_norm` for a single token."""
 
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """inputs and result: [..., size]."""
         if _is_one_token(hidden_states, len(self.weight)) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return normalize(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _is_one_token(inputs: torch.Tensor, size: int) -> bool:
+def _is_one_token(inputs: Tensor, size: int) -> bool:
     return inputs.numel() == size and inputs.dim() == 3
 
 
@@ -85,11 +84,11 @@ def _norm(self: Any, hidden_states: Any) -> Any:
     return self.weight * hidden_states.to(input_dtype)
 
 
-def _computes(kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
+def _computes(kind: type[nn.Module], forward: Any) -> bool:
     """Whether the `forward` of a class does what this one does: it was compiled to the same instructions. Models have
     copies of the same code, and no common class."""
     own = kind.forward
-    if not isinstance(own, types.FunctionType) or not isinstance(forward, types.FunctionType) or own.__closure__:
+    if not isinstance(own, types.FunctionType) or own.__closure__:
         return False
     codes = own.__code__, forward.__code__
     one, other = ((c.co_code, c.co_names, c.co_consts, c.co_varnames, c.co_argcount) for c in codes)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
-from torch import nn
+from torch import Tensor, nn
 
 from models.kernels.float8 import check_float8
 from models.kernels.operators import matrix_vector
@@ -60,13 +59,13 @@ class QuantizedLinear(nn.Module):
         self._is_scaled_matrix = has_row_scales and (zero_point is None or not zero_point.any())
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The weight in torchao's class."""
         parts = {name: getattr(self, name) for name in self._names}
-        weight: torch.Tensor = self._kind.__tensor_unflatten__(parts, self._rest, None, None)
+        weight: Tensor = self._kind.__tensor_unflatten__(parts, self._rest, None, None)
         return weight
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """inputs and result: [..., size]."""
         if self._is_scaled_matrix and inputs.numel() == self._columns and inputs.dim() == 3:
             return matrix_vector(inputs, self.qdata, self.scale, self.bias)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
-from torch import nn
+from torch import Tensor, nn
 
 # Scores divided by a smaller temperature leave the range of float32. The likeliest token then has all the probability.
 _LEAST_TEMPERATURE = 1e-4
@@ -46,7 +46,7 @@ class Sampling:
 
 
 @torch.library.custom_op("text::running_sum", mutates_args=())
-def running_sum(values: torch.Tensor) -> torch.Tensor:
+def running_sum(values: Tensor) -> Tensor:
     """`values.cumsum(0)`, hidden from Inductor. values and result: [values].
 
     On a GPU, torch 2.11's Inductor would join it with a sum over the same values, and fail ("NYI TritonSplitDimKernel
@@ -56,7 +56,7 @@ def running_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 @running_sum.register_fake
-def _(values: torch.Tensor) -> torch.Tensor:
+def _(values: Tensor) -> Tensor:
     return torch.empty_like(values)
 
 
@@ -68,7 +68,7 @@ class Sampler(nn.Module):
     """
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
-        def buffer(tensor: torch.Tensor) -> nn.Buffer:
+        def buffer(tensor: Tensor) -> nn.Buffer:
             return nn.Buffer(tensor.to(device), persistent=False)
 
         super().__init__()
@@ -84,7 +84,7 @@ class Sampler(nn.Module):
         self.noise = buffer(torch.ones(vocabulary))
         self.chosen = buffer(torch.zeros(1, 1, dtype=torch.long))
 
-    def set(self, sampling: Sampling, prompt: torch.Tensor) -> None:
+    def set(self, sampling: Sampling, prompt: Tensor) -> None:
         """Take the options of a request. The tokens of its prompt, of shape [tokens], count as seen."""
         is_greedy = sampling.temperature < _LEAST_TEMPERATURE
         self.is_greedy.fill_(is_greedy)
@@ -101,11 +101,11 @@ class Sampler(nn.Module):
         """Draw random numbers for the next choice."""
         self.noise.exponential_(generator=self.generator)
 
-    def see(self, token: torch.Tensor) -> None:
+    def see(self, token: Tensor) -> None:
         """Let `token`, of shape [1], count for the repetition penalty from now on."""
         self.seen.index_fill_(0, token, True)
 
-    def forward(self, logits: torch.Tensor) -> None:
+    def forward(self, logits: Tensor) -> None:
         """Choose from logits of shape [1, vocabulary], in transformers' order: penalty, temperature, top k, top p."""
         scores = logits[0].float()
         penalty = self.repetition_penalty
@@ -122,7 +122,7 @@ class Sampler(nn.Module):
         self.chosen.copy_(torch.where(self.is_greedy, order[:1], drawn)[None])
 
 
-def _first_largest(values: torch.Tensor) -> torch.Tensor:
+def _first_largest(values: Tensor) -> Tensor:
     """`values.argmax(0, keepdim=True)`, of shape [1], for values that are not negative.
 
     It takes two steps, because Inductor gives the whole of one argmax to a single program of a GPU.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
@@ -41,13 +41,11 @@ class StaticCache(Cache):  # type: ignore[misc]
 class _Layer(StaticLayer):  # type: ignore[misc]
     """One layer's keys and values: [1, key-value heads, tokens, head size]."""
 
-    def __init__(self, tokens: int, position: torch.Tensor) -> None:
+    def __init__(self, tokens: int, position: Tensor) -> None:
         super().__init__(tokens)
         self._position = position
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a prompt from the beginning, or one token at the position; return the keys and values to attend to.
 
         A prompt attends only to itself.
@@ -97,17 +95,17 @@ def watch_windows() -> Iterator[list[int | None]]:
 
 def attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    position: torch.Tensor | None = None,
+    position: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Causal attention of a whole prompt, or of the token at `position`, for transformers' AttentionInterface.
 
     query: [1, heads, queries, size], key and value: [1, key-value heads, tokens, size]; result: [1, queries, heads,
@@ -129,13 +127,13 @@ def attend(
 
 
 def _attend_prompt(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     tokens = query.shape[2]
     is_windowed = window is not None and window < tokens
     is_plain = not softcap and not is_windowed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from models.text.sampling import Sampler
@@ -58,7 +58,7 @@ class Step(nn.Module):
 class Prefill(Step):
     """Runs a whole prompt, padded to a bucket, through the model. It is compiled once for each bucket."""
 
-    def forward(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor, last: Tensor) -> Tensor:
         """Fill the cache and choose the next token; return the logits of the choice.
 
         tokens: [1, bucket], last: [1], the index of the last token before the padding; logits: [1, vocabulary].
@@ -72,7 +72,7 @@ class Prefill(Step):
 class DecodeStep(Step):
     """Runs one token through the model. It does not change the position, so a repeated call has the same result."""
 
-    def forward(self, token: torch.Tensor) -> torch.Tensor:
+    def forward(self, token: Tensor) -> Tensor:
         """Write `token` at the cache's position and choose the next token; return the logits of the choice.
 
         token: [1, 1], logits: [1, vocabulary].
@@ -84,8 +84,8 @@ class DecodeStep(Step):
 
 
 def call_model(
-    model: PreTrainedModel, tokens: torch.Tensor, places: torch.Tensor, cache: StaticCache, keep: int | torch.Tensor
-) -> torch.Tensor:
+    model: PreTrainedModel, tokens: Tensor, places: Tensor, cache: StaticCache, keep: int | Tensor
+) -> Tensor:
     """The logits of the tokens in `keep`: [1, vocabulary]."""
     output = model(
         tokens,
@@ -95,7 +95,7 @@ def call_model(
         logits_to_keep=keep,
         position=cache.position,
     )
-    logits: torch.Tensor = output.logits
+    logits: Tensor = output.logits
     return logits[:, 0]
 
 

@@ -26,7 +26,7 @@ _REASON_CHARACTERS = 200
 _LATEST_S: Final = 253_402_300_800  # the year 10000, the end of datetime's range
 
 # Sums of larger sizes may have too many digits for a message (sys.set_int_max_str_digits).
-_Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
@@ -36,7 +36,7 @@ class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     path: str
     key: str
-    size_bytes: _Size
+    size_bytes: Size
     sha256: _Sha256
     owner: str = ""
     executable: bool = False

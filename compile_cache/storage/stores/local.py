@@ -8,7 +8,6 @@ Web servers list folders in many ways or not at all, so a folder behind one has 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import shutil
 import stat
@@ -18,12 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable
+from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, log
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
 from compile_cache.storage.stores.base import ReadableStore, StoredObject, oldest_first
-
-log = logging.getLogger("compile_cache")
 
 # A temporary file that was not written for so long has no writer left, on this host or another.
 _LEFTOVER_AGE_S = 24 * 60 * 60

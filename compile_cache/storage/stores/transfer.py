@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from compile_cache.errors import CompileCacheError, StoreUnavailable
+from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.stores.base import ReadableStore
 
 _T = TypeVar("_T")
@@ -75,47 +75,35 @@ def within_limit(what: str, size_bytes: int, work: Callable[[], _T]) -> _T:
     return done.result()
 
 
-class Abandoned(CompileCacheError):
-    """The caller's time is up. Neither the store nor the object is to blame."""
-
-
-def read_pieces(
-    store: ReadableStore, name: str, start: int, sizes: Sequence[int], abandoned: threading.Event | None = None
-) -> Iterator[bytes]:
+def read_pieces(store: ReadableStore, name: str, start: int, sizes: Sequence[int]) -> Iterator[bytes]:
     """The pieces of an object that begin at `start` and have these sizes, in requests of at most 4 MiB.
 
     Raises:
         StoreError: the store cannot be read.
-        Abandoned: the bytes are no longer wanted.
     """
     end = start + sum(sizes)
     buffer = memoryview(b"")
     for size_bytes in sizes:
         while len(buffer) < size_bytes:
             position = start + len(buffer)
-            more = read_exactly(store, name, position, min(READ_BYTES, end - position), abandoned)
+            more = read_exactly(store, name, position, min(READ_BYTES, end - position))
             buffer = memoryview(bytes(buffer) + more)
         yield bytes(buffer[:size_bytes])
         buffer = buffer[size_bytes:]
         start += size_bytes
 
 
-def read_exactly(
-    store: ReadableStore, name: str, start: int, size_bytes: int, abandoned: threading.Event | None = None
-) -> bytes:
+def read_exactly(store: ReadableStore, name: str, start: int, size_bytes: int) -> bytes:
     """Exactly `size_bytes` of an object, which is at least that long by its listing. A read that breaks off is
     repeated; boto3 repeats only until the answer begins.
 
     Raises:
         StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
         StoreError: the object cannot be read.
-        Abandoned: the bytes are no longer wanted.
     """
     data = b""
     started = time.monotonic()
     for attempt in range(_ATTEMPTS):
-        if abandoned is not None and abandoned.is_set():
-            raise Abandoned(f"{name} was not read: the time is up")
         try:
             data = store.read(name, start, size_bytes)
         except StoreUnavailable:
