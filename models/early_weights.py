@@ -255,7 +255,8 @@ class EarlyWeights:
         with self._degrading("plan early copies of weights"):
             if folder is not None and need_no_cast(folder, dtype):
                 self._chunks = self._plan(weight_files(folder), chunk_bytes)
-                # It takes up to 1 s, in which torch lets no other thread run.
+                # It takes up to 1 s, in which torch lets no other thread run. It reads CUDA's variables.
+                os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does
                 self._readers.submit(lambda: ctypes.CDLL("libcuda.so.1").cuInit(0))
             for number in range(_AHEAD):
                 self._read_ahead(number)
@@ -310,8 +311,6 @@ class EarlyWeights:
             if device.type != "cuda":
                 self._copy(device)
             elif torch.cuda.is_available():
-                # Nobody waits for it. After the last copy, it would take its time from the warm-up.
-                threading.Thread(target=self._degrading("load libraries early")(use_first), args=(device,)).start()
                 with torch.cuda.device(device):
                     self._copy(device)
 
@@ -327,6 +326,8 @@ class EarlyWeights:
         # torch's allocator splits up this one large block. One call, instead of thousands that wait for the thread that
         # imports, makes all tensors, each with memory of its own.
         torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if on_gpu:  # nobody waits for it; after the last copy, it would take its time from the warm-up
+            threading.Thread(target=self._degrading("load libraries early")(use_first), args=(device,)).start()
         one_byte = torch.empty(1, dtype=torch.uint8, device=device)
         copies = torch.split_with_sizes_copy(one_byte.expand(sum(sizes)), sizes)
         copying: deque[tuple[_Chunk, torch.cuda.Event | None]] = deque()

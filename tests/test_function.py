@@ -594,6 +594,27 @@ def test_a_call_that_writes_where_tensors_of_an_object_overlap_is_eager(restart)
     assert "it writes into memory that two of its tensors share" in only_report(compiler).reason
 
 
+class Completed(nn.Linear):
+    """Looks at its weight when it is unpickled, as layers do that were stored by older code."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        assert self.weight.shape
+
+
+class Completing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Completed(blocks.SIZE, blocks.SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.part(x))
+
+
+def test_a_module_that_looks_at_its_tensors_when_it_is_unpickled_is_precompiled(directory):
+    assert_precompiled_by_the_next_boot(directory, Completing, lambda block: block(tensor()))
+
+
 class Sparse(nn.Module):
     """Writes into a tensor without a storage."""
 

@@ -108,10 +108,26 @@ print(report.outcome, len(publication.packs.list()), publication.packs.rules.sig
         assert process.communicate()[0].splitlines() == ["set()", f"hit 1 {public}"]
 
 
-@pytest.mark.parametrize(("python", "reason"), [("/no/python", "No such file"), ("/bin/false", "has ended")])
-def test_a_process_that_does_not_come_fails_the_restore(tmp_path, python, reason):
-    with begun("print(restore.join()[0].reason)", {**settings(tmp_path), "PYTHON": python}) as process:
-        assert reason in process.communicate()[0]
+@pytest.mark.parametrize(
+    ("python", "told"), [("/no/python", "no version of model is stored"), ("/bin/false", "has ended")]
+)
+def test_what_another_process_cannot_do_this_one_does_but_not_if_that_has_begun(tmp_path, python, told):
+    then = """
+for thread in threading.enumerate()[1:]:
+    thread.join(10)
+print(restore.explanation or restore.join()[0].reason)
+"""
+    with begun(then, {**settings(tmp_path), "PYTHON": python}) as process:
+        assert told in process.communicate()[0]
+
+
+def test_what_cannot_be_explained_is_a_miss_all_the_same(tmp_path, monkeypatch):
+    def explain(*_: object) -> str:
+        raise StoreUnavailable("not now")
+
+    monkeypatch.setattr("compile_cache.lifecycle.restore.explain_miss", explain)
+    begin, _ = prepare(tmp_path, store=str(tmp_path / "store"))
+    assert begin().join()[0].outcome == "miss"
 
 
 END = """

@@ -193,41 +193,37 @@ class _Everything(dict[int, Any]):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles what torch has pickled, but makes no tensor: torch cannot make one that had a gradient."""
+    """Unpickles what torch has pickled."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The object with this name."""
         found = super().find_class(module, name)
-        return _Unmade if found is guards.GuardsStatePickler else found
+        return _Maker if found is guards.GuardsStatePickler else found
 
 
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """A function that makes a tensor, or a call of it that is not made. Pickled, it is the function or its answer."""
+class _Maker(guards.GuardsStatePickler):  # type: ignore[misc]
+    """torch's pickler, for its functions that make things again. Tensors keep what they are made of."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
+    @classmethod
+    def _unpickle_tensor(cls, *arguments: Any) -> Any:
+        return _kept(_fake_tensor, arguments[:4])  # without its gradient
 
-    def __call__(self, *arguments: Any) -> _Later:
-        return _Later(self.function, arguments)
-
-    def __reduce__(self) -> Any:
-        return (self.function, self.arguments) if self.arguments else (functools.partial, (self.function,))
+    @classmethod
+    def _unpickle_traceable_wrapper_subclass(cls, *arguments: Any) -> Any:
+        return _kept(guards.GuardsStatePickler._unpickle_traceable_wrapper_subclass, arguments)
 
 
-def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int, gradient: object) -> Any:
-    """A tensor without values that guards are made of, as torch makes it, but without its gradient, and all in one
-    mode. torch makes a mode for each, with the trace of its stack: a sixth of the time that a whole model takes to
-    load."""
+def _kept(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    made = function(*arguments)
+    made.made_of = function, arguments
+    return made
+
+
+def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int) -> Any:
+    """A tensor without values that guards are made of, as torch makes it, but all in one mode. torch makes a mode for
+    each, with the trace of its stack: a sixth of the time that a whole model takes to load."""
     mode, key_set = _fake_mode(), torch._C.DispatchKeySet.from_raw_repr(keys)
     return mode.fake_tensor_converter.from_meta_and_device(mode, meta, device, kind, key_set)
-
-
-class _Unmade(guards.GuardsStatePickler):  # type: ignore[misc]
-    """torch's pickler, for its functions that make things again."""
-
-    _unpickle_tensor = _Later(_fake_tensor)
-    _unpickle_traceable_wrapper_subclass = _Later(guards.GuardsStatePickler._unpickle_traceable_wrapper_subclass)
 
 
 class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
@@ -237,6 +233,8 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
         """How to make `value` again."""
         if isinstance(value, StackSummary | CapturedTraceback):
             return type(None), ()
+        if isinstance(value, torch.Tensor) and (made_of := getattr(value, "made_of", None)):
+            return made_of
         reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
         is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module
         if is_of_guards or isinstance(value, type):

@@ -100,10 +100,9 @@ def _difference(ours: Any, theirs: Any) -> str:
 
 
 def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str]) -> Environment:
-    """The environment, as far as it is known without importing torch. Takes milliseconds. With a GPU, it also
-    initialises the CUDA driver, which torch then need not do."""
+    """The environment, as far as it is known without importing torch. Takes milliseconds."""
     torch, cuda, hip = _installed_torch()
-    gpu, capability = _cuda_device() if cuda else _NO_GPU
+    gpu, capability = cuda_device() if cuda else _NO_GPU
     return Environment(
         torch=torch,
         triton=installed_version("triton"),
@@ -205,9 +204,9 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
 
 
 @functools.cache
-def _cuda_device() -> tuple[str, str]:
+def cuda_device() -> tuple[str, str]:
     """The name and compute capability of torch's device 0, from the CUDA driver, which honours CUDA_VISIBLE_DEVICES
-    like torch. Initialises the driver without the GIL, and makes no context."""
+    like torch. Initialises the driver without the GIL, which torch then need not do, and makes no context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

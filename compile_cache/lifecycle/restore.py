@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
+import select
 import socket
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from compile_cache.errors import CompileCacheError
 from compile_cache.importable import own_python
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
-from compile_cache.key.environment import Environment, cpu_threads, observe_environment
+from compile_cache.key.environment import Environment, cpu_threads, cuda_device, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
+from compile_cache.lifecycle.host import show_log
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss
 from compile_cache.storage.directory import CacheDirectory, make_empty
@@ -30,6 +33,9 @@ from compile_cache.storage.stores.base import LayeredStore, open_stores
 from compile_cache.timeline import note
 
 log = logging.getLogger("compile_cache")
+
+# How often the other process looks whether this one lives.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,9 @@ class Restore:
         self._channel: socket.socket | None = None
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
-        wanted = _Wanted(settings, directory.path, directory.inbox, model, sources, dict(environ), environment)
+        # Plain values, which another process can read.
+        plain = str(model), [os.fspath(source) for source in sources], dict(environ)
+        wanted = _Wanted(settings, directory.path, directory.inbox, *plain, environment)
         steps = _steps(wanted)
         if environment is None and "torch" not in sys.modules:
             self._channel, theirs = socket.socketpair()
@@ -130,8 +138,7 @@ class Restore:
     def abandon(self) -> None:
         """End the process that fetches. A thread ends by itself."""
         if self._channel is not None:
-            with contextlib.suppress(OSError):  # it has ended
-                self._channel.shutdown(socket.SHUT_RDWR)  # the process ends
+            hang_up(self._channel)
 
     @property
     def has_ended(self) -> bool:
@@ -268,39 +275,64 @@ def _fetched(known: _Known, inbox: Path) -> Iterator[_Step]:
 
 
 def _steps_elsewhere(wanted: _Wanted, channel: socket.socket, theirs: socket.socket, lock_fd: int) -> Iterator[_Step]:
-    """The same steps, in another process: `main`. As long as it lives, the cache directory is claimed."""
-    with channel, channel.makefile("rwb") as stream:
+    """The same steps, in another process: `main`. As long as it lives, the cache directory is claimed. If there can be
+    no other process, this one takes them."""
+    with channel, channel.makefile("rb") as stream:
+        request = pickle.dumps(wanted)
         with theirs:
-            command = own_python("compile_cache.lifecycle.restore", str(theirs.fileno()))
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), lock_fd))
-        with process, contextlib.suppress(EOFError, OSError):  # it has ended
-            pickle.dump(wanted, stream)
-            stream.flush()
+            command = own_python("compile_cache.lifecycle.restore", str(theirs.fileno()), str(os.getpid()))
+            passed = theirs.fileno(), lock_fd
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=passed, start_new_session=True
+                )
+            except OSError as error:
+                log.info("restore.no_process error=%s", error)
+                yield from _steps(wanted)
+                return
+        try:
+            channel.sendall(request)
+            cuda_device()  # initialises the driver in this process too, before torch does so
             read = pickle.Unpickler(stream).load
             while True:
-                yield read()
+                step = read()
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        except (EOFError, OSError):
+            return  # it has ended
+        finally:
+            hang_up(channel)
+            process.wait()
+
+
+def hang_up(channel: socket.socket) -> None:
+    """End a connection, and a wait for it on another thread."""
+    with contextlib.suppress(OSError):  # it is over
+        channel.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:
-    """Take the steps for the process that started this one, and end with it. The command line has the socket."""
-    with (
-        socket.socket(fileno=int(sys.argv[1])) as channel,
-        contextlib.suppress(EOFError, OSError),  # it has hung up
-        channel.makefile("rwb") as stream,
-    ):
+    """Take the steps for the process that started this one, and end with it. The command line has the socket, and the
+    other process's number."""
+    channel, server = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    show_log()
+    with contextlib.suppress(EOFError, OSError), channel, channel.makefile("rwb") as stream:  # it has hung up
         wanted = pickle.load(stream)
-        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(channel, server), daemon=True).start()
         write = pickle.Pickler(stream).dump  # which writes no object twice
         try:
             for step in _steps(wanted):
                 write(step)
                 stream.flush()
         except Exception as error:
-            write(_Found(failure=_text(error)))
+            write(CompileCacheError(_text(error)))
 
 
-def _end_with(channel: socket.socket) -> None:
-    channel.recv(1)
+def _end_with(channel: socket.socket, server: int) -> None:
+    """End this process with the server, or when it hangs up. A fork of it may keep the channel open."""
+    while os.getppid() == server and not select.select([channel], [], [], _LOOK_S)[0]:
+        pass
     os._exit(1)
 
 

@@ -146,6 +146,8 @@ class ReopenedStore:
         return open_url(self._url)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # as `copy` asks for
+            raise AttributeError(name)
         return getattr(self._store, name)
 
 
