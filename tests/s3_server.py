@@ -1,4 +1,5 @@
-"""moto's S3 server, with one answer at a time: moto closes an object's bytes while another thread still reads them.
+"""moto's S3 server, with one answer at a time: moto closes an object's bytes while another thread still reads them. It
+lists 50 objects at a time, where S3 lists a thousand.
 
 python tests/s3_server.py -H HOST -p PORT
 """
@@ -6,6 +7,7 @@ python tests/s3_server.py -H HOST -p PORT
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,4 +30,5 @@ class OneAtATime(server.DomainDispatcherApplication):
 
 if __name__ == "__main__":
     server.DomainDispatcherApplication = OneAtATime
+    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "50"
     server.main()

@@ -142,8 +142,8 @@ def https_folder(tmp_path, trusted_certificates) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def big_bucket(s3_client) -> tuple[str, list[str]]:
-    """A bucket with more objects than S3 lists at a time, and their names."""
-    names = [f"v1/{number:04}" for number in range(1005)]
+    """A bucket with more objects than the server lists at a time, and their names."""
+    names = [f"v1/{number:04}" for number in range(105)]
     s3_client.create_bucket(Bucket="big")
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda name: s3_client.put_object(Bucket="big", Key=f"{PREFIX}/{name}", Body=b"x"), names))
@@ -186,8 +186,8 @@ def test_a_listing_has_only_what_begins_with_the_prefix(subject, tmp_path):
 
 
 @pytest.mark.parametrize("kind", BUCKETS)
-def test_a_listing_of_a_bucket_is_complete_beyond_a_thousand_objects(open_bucket, big_bucket, kind):
-    """S3 answers with a thousand at a time."""
+def test_a_listing_of_a_bucket_is_complete_beyond_one_answer(open_bucket, big_bucket, kind):
+    """S3 answers with a thousand objects at a time, this server with 50."""
     bucket, expected = big_bucket
     assert sorted(names(open_bucket(kind, bucket), "v1/")) == expected
 
