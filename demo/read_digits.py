@@ -2,16 +2,19 @@
 
 The reader is a support vector machine fitted on the 1797 pictures of
 ``sklearn.datasets.load_digits`` (8x8 pixels, ink from 0 to 16). It converts a
-canvas of any size to that form first.
+canvas of any size to that form first. sklearn takes a second to import, so it
+is imported where a picture is read.
 """
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.svm import SVC
+
+if TYPE_CHECKING:
+    from sklearn.svm import SVC
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -22,13 +25,17 @@ DIGIT_SHARE = 0.75  # the digit fills this share of the canvas's shorter side, c
 
 def load_real_digits() -> tuple[np.ndarray, np.ndarray]:
     """Return the real pictures (1797, 8, 8), ink from 0 to 16, and their digits (1797,)."""
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     return digits.images.astype(np.float32), digits.target
 
 
 @cache
-def fit_reader() -> SVC:
+def fit_reader() -> "SVC":
     """Fit the classifier on all the real pictures; later calls return the same one."""
+    from sklearn.svm import SVC
+
     pictures, labels = load_real_digits()
     return SVC(gamma=0.001, C=10.0).fit(pictures.reshape(len(pictures), -1), labels)
 
