@@ -12,7 +12,7 @@ import atexit
 import gc
 import os
 
-gc.set_threshold(50_000, 20, 100)
+gc.set_threshold(500_000, 20, 100)
 atexit.register(gc.freeze)
 if "KEEPS_PRIORITY" not in os.environ:
     os.nice = lambda increment: 0
