@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from boots import python_path, run_boot
+from boots import run_boot
 from run_examples import CASES, EXAMPLES, main
 from tiny_models import MODELS
 
@@ -48,9 +48,9 @@ def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_libra
     main(["embeddings/siglip", "--work", str(tmp_path)])
 
 
-def test_a_merged_lora_is_diffusers_own_and_leaves_nothing(tmp_path):
-    environ = {**os.environ, "PYTHONPATH": python_path(EXAMPLES, EXAMPLES / "flux-lora", Path(sys.prefix, "lora"))}
-    done = run_boot(environ, str(tmp_path), forked=False, program="fused_loras")
+def test_a_merged_lora_is_diffusers_own_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "flux-lora")
+    done = run_boot(os.environ, str(tmp_path), program="fused_loras", folder=Path(sys.prefix, "lora"))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     for name in ("alpha in the header", "a bias"):
