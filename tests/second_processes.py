@@ -74,12 +74,14 @@ def fork_parent(theirs: socket.socket, ours: socket.socket | None = None) -> Non
 def use_compiler() -> None:
     """Compile a function. It takes a second, mostly for what a process makes once, and its forks then have. It has no
     C++: a process keeps libraries that all kernels share, and a fork would not put them into its own cache directory.
+    What compiling C++, and the library, import of other packages is imported here too.
     """
     import torch
     import torch.utils.cpp_extension
     from torch._dynamo.utils import counters
     from tqdm import tqdm
 
+    list(map(importlib.import_module, ("msgspec", "sympy.physics.units", "sympy.tensor.tensor", "zstandard")))
     tqdm.monitor_interval = 0  # else it starts a thread
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # it writes a cache full for a figure of a log
     for finalizer in weakref.finalize._registry:  # of torch's libraries, whose end no process needs
