@@ -7,12 +7,11 @@ python tests/s3_server.py -H HOST -p PORT
 from __future__ import annotations
 
 import io
-import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from moto import server
+from moto import server, settings
 from werkzeug.wsgi import get_input_stream
 
 
@@ -30,5 +29,5 @@ class OneAtATime(server.DomainDispatcherApplication):
 
 if __name__ == "__main__":
     server.DomainDispatcherApplication = OneAtATime
-    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "50"
+    settings.get_s3_default_max_keys = lambda: 50
     server.main()

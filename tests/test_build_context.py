@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 from build_context import is_left_out, read_patterns
+from cog_server import PROJECT
 
-PROJECT = Path(__file__).parent.parent
 PATTERNS = read_patterns(PROJECT / ".dockerignore")
 
 NEEDED = {

@@ -15,7 +15,6 @@ import diffusers
 import numpy
 import pytest
 from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, FluxPipeline
-from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.utils import BaseOutput
 from PIL import Image
 from programs import run_program
@@ -385,7 +384,7 @@ def as_two_prompts(self: Any, prompt: str, image: Any = None, **others: Any) -> 
 @pytest.mark.parametrize("call", [None, as_two_prompts])
 def test_a_pipeline_that_takes_one_image_fails_the_setup_with_two(parts, call, monkeypatch):
     """FLUX.1-Kontext, which here scales what it starts from to a small size, and one that draws a picture of each."""
-    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(64, 64)])
+    monkeypatch.setattr("diffusers.pipelines.flux.pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS", [(64, 64)])
     pipeline = made_of(parts, call) if call else diffusers.FluxKontextPipeline(**parts)
     model = DiffusionModel(pipeline, SIZES, images=2)
     (inputs,) = [each for each in model.warm_up_inputs() if each.image_2]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 from boots import run_boot
+from cog_server import PROJECT
 
-PROJECT = Path(__file__).parent.parent
 # Beside the virtual environment's own packages, where `make` puts it.
 TORCHAO = PROJECT / ".venv" / "quantize"
 

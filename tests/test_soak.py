@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+from cog_server import PROJECT
 from soak_publish import Soak
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_nothing_that_was_published_is_lost_when_publishers_are_killed_while_they_merge():
-    command = [sys.executable, ROOT / "benchmarks" / "soak_publish.py"]
+    command = [sys.executable, PROJECT / "benchmarks" / "soak_publish.py"]
     command += ["--rounds", "2", "--processes", "6", "--seed", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

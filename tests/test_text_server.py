@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import urllib.error
-from pathlib import Path
 from typing import Any
 
 import pytest
 from boots import run_boot
+from cog_server import PROJECT
 from demo_servers import Demo, DemoTests, environment, is_compiled, metrics
 from sums import answer, prompt, unseen_sums
 
@@ -18,7 +18,6 @@ from models.text.settings import TextSettings
 
 pytest_plugins = ["demo_servers"]  # its fixtures
 
-ROOT = Path(__file__).parents[1]
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
 SUMS = unseen_sums(25)
 RAMBLING = {"prompt": "ab", "temperature": 3.0, "seed": 4}
@@ -57,7 +56,7 @@ def test_functions_load_before_there_is_a_model(first):
     Comes first: the restored server has the same cache directory.
     """
     environ = environment(first.server.log.with_name("late.log"), DEMO) | {"COMPILE_CACHE_UNSEEN": "eager"}
-    done = run_boot(environ, LATE_WEIGHTS, program="run_source", folder=ROOT)
+    done = run_boot(environ, LATE_WEIGHTS, program="run_source", folder=PROJECT)
     assert done.stdout.endswith("True\n"), done.stderr
     assert "precompiled.not_loaded_ahead" not in done.stderr
 
