@@ -67,8 +67,8 @@ hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = """
-serving_faults image_server text_server cog_server fuzz_serving background_compile fill unseen boot toolchain
-background_faults readme background_kills run boot_host planned_calls quantization toxic
+serving_faults image_server text_server function examples cog_server run fill readme unseen fuzz_serving stores boot
+background_compile toolchain settled region graph_pass boot_host background_faults background_kills quantization toxic
 """
 
 _AWS_VARIABLES = {
