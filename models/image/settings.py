@@ -75,28 +75,20 @@ class ImageSettings:
         images = environ.get("IMAGES", "").strip() or "1"
         if images not in ("1", "2"):
             raise ValueError(f"IMAGES is {images!r}; give 1 or 2")
+        gigabytes = environ.get("LORA_GB", "").strip() or "20"
+        if not re.fullmatch(r"\d+(\.\d+)?", gigabytes) or not float(gigabytes):
+            raise ValueError(f"LORA_GB is {gigabytes!r}; give gigabytes, such as 20")
         return cls(
             environ.get("MODEL", "").strip() or DEMO_MODEL,
             image_sizes,
             warm_up_sizes,
             warms_up_all,
             environ.get("LORA_DIR", "").strip() or DEFAULT_LORA_FOLDER,
-            parse_gigabytes("LORA_GB", environ.get("LORA_GB", "").strip() or "20"),
+            max(1, round(float(gigabytes) * 1e9)),
             go_fast,
             tuple(part.strip() for part in environ.get("LORA_LOCAL", "").split(",") if part.strip()),
             int(images),
         )
-
-
-def parse_gigabytes(variable: str, text: str) -> int:
-    """Read a number of gigabytes such as `20` or `0.5`, as bytes.
-
-    Raises:
-        ValueError: it is no positive number. The message names `variable`.
-    """
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
-        raise ValueError(f"{variable} is {text!r}; give gigabytes, such as 20")
-    return max(1, round(float(text) * 1e9))
 
 
 def parse_sizes(variable: str, text: str) -> tuple[Size, ...]:
