@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Catalog, Version, catalog_of
-from compile_cache.storage.prune import Removal, apply_prune, plan_prune
+from compile_cache.storage.prune import apply_prune, plan_prune
 from compile_cache.storage.stores.base import StoredObject
 
 NOW_S = 2_000_000_000.0
@@ -29,12 +29,12 @@ def other(version: str, name: str, days: float, model: str = "m", environment: s
     return StoredObject(f"v2/{environment}/{model}/{version}/{name}", 100, NOW_S - days * DAY_S)
 
 
-def plan(policy: dict[str, Any], *entries: StoredObject) -> list[Removal]:
+def plan(policy: dict[str, Any], *entries: StoredObject) -> dict[Version, str]:
     return plan_prune(catalog_of(entries), NOW_S, **policy)
 
 
-def removed(found: Sequence[Removal]) -> list[str]:
-    return [removal.version.key.model_version for removal in found]
+def removed(found: Iterable[Version]) -> list[str]:
+    return [version.key.model_version for version in found]
 
 
 # The rules.
@@ -79,8 +79,8 @@ def test_what_the_rules_remove(policy, entries, gone):
 
 
 def test_the_reason_says_how_long_a_version_was_unused_or_how_many_are_kept():
-    assert plan(MONTH, pack("old", 1, 41))[0].reason == "not used for 41 days"
-    assert plan(dict(keep_versions=2), *VERSIONS)[0].reason == "not among the 2 last used"
+    assert [*plan(MONTH, pack("old", 1, 41)).values()] == ["not used for 41 days"]
+    assert "not among the 2 last used" in plan(dict(keep_versions=2), *VERSIONS).values()
 
 
 # Doing it.
@@ -173,16 +173,16 @@ def with_packs(catalog: Catalog) -> dict[CacheKey, Version]:
 def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_to_do(entries, policy):
     catalog = catalog_of(entries)
     found = plan_prune(catalog, NOW_S, **policy)
-    assert all(youngest_days(removal.version) > policy["in_use_days"] * (1 - 1e-9) for removal in found)
+    assert all(youngest_days(version) > policy["in_use_days"] * (1 - 1e-9) for version in found)
     store = Memory(entries)
     gone = apply_prune(store, found)
     assert {entry.name for entry in entries} - store.entries.keys() == set(store.deleted)
-    assert {entry.name for entry in gone} >= {pack.name for removal in found for pack in removal.version.packs}
+    assert {entry.name for entry in gone} >= {pack.name for version in found for pack in version.packs}
     left = catalog_of(store.list("v2/"))
-    removed_keys = {removal.version.key for removal in found}
+    removed_keys = {version.key for version in found}
     assert {key: version.packs for key, version in with_packs(left).items()} == {
         key: version.packs for key, version in with_packs(catalog).items() if key not in removed_keys
     }
     assert all("notes.txt" not in name for name in store.deleted)
-    assert plan_prune(left, NOW_S, **policy) == []
+    assert plan_prune(left, NOW_S, **policy) == {}
     assert left.records.keys() <= {version.key.environment for version in left.versions}

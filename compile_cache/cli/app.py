@@ -261,11 +261,11 @@ def prune(
     writing = _writing(_open(store)[1])
     plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
     removed = apply_prune(writing, plan) if apply else []
-    out.print_versions([removal.version for removal in plan], [removal.reason for removal in plan])
+    out.print_versions(list(plan), list(plan.values()))
     if apply:
         out.print_removed(writing, removed)
     elif plan:
-        size = out.size_text(sum(removal.version.size_bytes for removal in plan))
+        size = out.size_text(sum(version.size_bytes for version in plan))
         out.print_line(f"would remove {out.count_text(len(plan), 'version')}, {size}, from {writing.location}")
         out.print_line("This was a dry run: nothing was removed. Add --apply to remove them.")
     else:

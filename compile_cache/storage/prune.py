@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from compile_cache.storage.catalog import RECORD, ROOT, Catalog, Version, read_catalog
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
@@ -16,23 +15,15 @@ from compile_cache.storage.stores.local import index_folder
 _DAY_S = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """A version to remove, and the reason."""
-
-    version: Version
-    reason: str
-
-
 def plan_prune(
     catalog: Catalog,
     now_s: float,
     unused_days: float | None = None,
     keep_versions: int | None = None,
     in_use_days: float = 2.0,
-) -> list[Removal]:
-    """The versions that the rules remove, from the catalog of the written store. Changes nothing. Each rule that is not
-    None removes versions by itself:
+) -> dict[Version, str]:
+    """The versions that the rules remove, with the reasons, from the catalog of the written store. Changes nothing.
+    Each rule that is not None removes versions by itself:
 
     | rule | removes |
     | --- | --- |
@@ -43,7 +34,7 @@ def plan_prune(
 
     Among them are versions without packs: marks of use that were left over.
     """
-    removals: list[Removal] = []
+    removals: dict[Version, str] = {}
     ranks: Counter[tuple[str, str]] = Counter()
     for version in sorted(catalog.versions, key=lambda v: (v.used_s, v.published_s), reverse=True):
         group = version.key.environment, version.key.model_name
@@ -52,15 +43,15 @@ def plan_prune(
         if not idle_days > in_use_days:  # also where a store's time is no number
             continue
         if not version.packs:
-            removals.append(Removal(version, "its packs are gone"))
+            removals[version] = "its packs are gone"
         elif unused_days is not None and idle_days > unused_days:
-            removals.append(Removal(version, f"not used for {idle_days:.0f} days"))
+            removals[version] = f"not used for {idle_days:.0f} days"
         elif keep_versions is not None and ranks[group] > keep_versions:
-            removals.append(Removal(version, f"not among the {keep_versions} last used"))
+            removals[version] = f"not among the {keep_versions} last used"
     return removals
 
 
-def apply_prune(store: ObjectStore, plan: Iterable[Removal]) -> list[StoredObject]:
+def apply_prune(store: ObjectStore, plan: Iterable[Version]) -> list[StoredObject]:
     """Remove the versions of `plan`, but keep each version with an object that was written after the plan was made.
     Returns the removed objects.
 
@@ -69,7 +60,7 @@ def apply_prune(store: ObjectStore, plan: Iterable[Removal]) -> list[StoredObjec
     """
 
     def due() -> Iterator[StoredObject]:
-        for planned in (removal.version for removal in plan):
+        for planned in plan:
             for version in read_catalog(store, planned.key.prefix).versions:  # one, if it is still there
                 if set(version.objects) <= set(planned.objects):
                     yield from version.objects  # if a process ends before the marks, the next plan has them
