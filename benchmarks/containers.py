@@ -134,7 +134,7 @@ class Cache:
 
     def restore(self) -> Fetched:
         """Fetch and install the key."""
-        fetched = fetch(self.publication.packs, self.directory)
+        fetched = fetch(self.publication.packs, self.directory.inbox)
         install(fetched, self.directory)
         return fetched
 
