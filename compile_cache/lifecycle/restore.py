@@ -81,23 +81,12 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
     """
     environment = environment_for(settings, Path(settings.dir) / "0", environ)
     known = _know(settings, environment, model, sources)
-    own, report = known.packs(), RestoreReport("miss")
-    for packs in candidates(own, known.store.writing):
-        packs.refresh()
-        selection = packs.select()
-        report.refused += selection.refused
-        if selection.files:
-            used = [pack.entry for pack, _ in selection.needed]
-            report.packs, report.files = len(used), len(selection.files)
-            report.stored_bytes = sum(entry.size_bytes for entry in used)
-            report.outcome, report.reason = "hit", ""
-            if packs is not own:
-                report.outcome, report.reason = "seeded", f"nothing in {known.key.prefix}"
-                report.seeded_from = packs.key.model_version
-            break
-    else:
+    found = _Found()
+    found.search(known)
+    report = found.report()
+    if report.outcome == "miss":
         report.reason = explain_miss(known.store, known.key, environment)
-    report.problems = list(known.store.problems)
+    report.seconds = 0.0
     return Plan(known.key, environment, known.store.location, report)
 
 
@@ -162,7 +151,7 @@ class Restore:
         failure = self._wait()
         known = self._fetching.known
         if known is None:
-            return self._report("failed", failure), None
+            return self._fetching.found.report(failure), None
         observed = known.beside(self._environment or observe_environment(known.environment))
         differences = known.environment.differences(observed.environment)
         if differences and not failure:
@@ -172,35 +161,20 @@ class Restore:
         if failure and self._fetching.done.is_set():
             make_empty(self._directory.inbox)  # the disk was too small for the packs, and compiling needs the space
         # After a failure new ones, because a thread that has not ended still uses the others.
-        packs = self._fetching.found.packs if not failure else None
-        packs = packs or observed.packs()
+        found = self._fetching.found
+        packs = (found.packs if not failure else None) or observed.packs()
         publication = Publication(known.store.writing, packs, observed.environment, self._directory)
         if failure:
-            return self._report("failed", failure), publication
+            return found.report(failure), publication
         try:
-            files = install(self._fetching.found.fetched, self._directory)
+            install(found.fetched, self._directory)
         except OSError as error:
-            return self._report("failed", str(error)), None
-        contradiction = "torch says otherwise: " + "; ".join(differences) if differences else ""
-        outcome = "discarded" if contradiction else "miss"
-        if files:
-            outcome = "seeded" if self._fetching.found.fetched.seeded_from else "hit"
-        nothing = "" if outcome == "hit" else f"nothing in {publication.packs.key.prefix}"
-        return self._report(outcome, contradiction or nothing, files), publication
-
-    def _report(self, outcome: str, reason: str, files: int = 0) -> RestoreReport:
-        found = self._fetching.found
-        return RestoreReport(
-            outcome,
-            reason,
-            seeded_from=found.fetched.seeded_from,
-            problems=list(found.problems),
-            packs=len(found.fetched.packs),
-            files=files,
-            stored_bytes=found.fetched.stored_bytes,
-            seconds=found.fetched.seconds,
-            refused=list(found.fetched.refused),
-        )
+            return found.report(str(error)), None
+        report = found.report()
+        if differences:
+            report.reason = "torch says otherwise: " + "; ".join(differences)
+            report.outcome = report.outcome if report.files else "discarded"
+        return report, publication
 
     @property
     def location(self) -> str:
@@ -238,6 +212,41 @@ class _Found:
     problems: Sequence[str] = ()
     failure: str = ""
 
+    def search(self, known: _Known, inbox: Path | None = None) -> None:
+        """Fetch what a boot takes, in the place of files of a wrong environment; without an inbox, only look."""
+        self.packs = own = known.packs()
+        try:
+            for packs in candidates(own, known.store.writing):
+                fetched = fetch(packs, inbox)
+                self.fetched = replace(
+                    fetched,
+                    refused=self.fetched.refused + fetched.refused,
+                    seconds=self.fetched.seconds + fetched.seconds,
+                    seeded_from=packs.key.model_version if fetched.files and packs is not own else "",
+                )
+                if fetched.files:
+                    break
+        finally:
+            self.problems = known.store.problems
+
+    def report(self, failure: str = "") -> RestoreReport:
+        """The report of a restore of these files, or of one with a `failure`."""
+        files = len(self.fetched.files) if not failure else 0
+        outcome, reason = "failed" if failure else "hit", failure
+        if self.packs and not failure and (self.fetched.seeded_from or not files):
+            outcome, reason = "seeded" if files else "miss", f"nothing in {self.packs.key.prefix}"
+        return RestoreReport(
+            outcome,
+            reason,
+            seeded_from=self.fetched.seeded_from,
+            problems=list(self.problems),
+            packs=len(self.fetched.packs),
+            files=files,
+            stored_bytes=self.fetched.stored_bytes,
+            seconds=self.fetched.seconds,
+            refused=list(self.fetched.refused),
+        )
+
 
 # All that is known of a restore so far, what was fetched, and why nothing was found.
 _Step: TypeAlias = _Known | _Found | str
@@ -252,25 +261,14 @@ def _steps(wanted: _Wanted) -> Iterator[_Step]:
 
 
 def _fetched(known: _Known, inbox: Path) -> Iterator[_Step]:
-    """Fetch what a boot takes, in the place of files of a wrong environment. If there is nothing, find out why."""
-    own = known.packs()
-    found = _Found(own)
+    """Fetch what a boot takes. If there is nothing, find out why."""
+    found = _Found()
     try:
-        for packs in candidates(own, known.store.writing):
-            fetched = fetch(packs, inbox)
-            found.fetched = replace(
-                fetched,
-                refused=found.fetched.refused + fetched.refused,
-                seconds=found.fetched.seconds + fetched.seconds,
-                seeded_from=packs.key.model_version if fetched.files and packs is not own else "",
-            )
-            if fetched.files:
-                break
+        found.search(known, inbox)
     except Exception as error:
         found.failure = _text(error)
-    found.problems = known.store.problems
     yield found
-    if not (found.failure or own.known or found.fetched.files):
+    if not (found.failure or found.fetched.files):
         yield explain_miss(known.store, known.key, known.environment)
 
 

@@ -241,11 +241,10 @@ def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified files, by their path inside the cache directory, which does not have them yet. Each lies in the folder
-    of its pack. They came from the objects `packs`."""
+    """Verified files, by their path inside the cache directory, which does not have them yet. Each lies in the inbox,
+    in the folder of its pack. They came from the objects `packs`."""
 
     files: Mapping[str, Choice] = field(default_factory=dict)
-    folders: Sequence[Path] = ()
     packs: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
@@ -253,8 +252,9 @@ class Fetched:
     seeded_from: str = ""
 
 
-def fetch(packs: PacksOfKey, inbox: Path) -> Fetched:
+def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
     """Read, verify and unpack the selected files of all packs into the inbox, in parallel. Other frames are not read.
+    Without an inbox, only heads are: the answer is what would be fetched, as far as they tell.
 
     If anything in a pack is wrong, the whole pack is refused, and files are taken from other packs that have them. If a
     pack vanishes meanwhile, because it was merged into another one, the store is listed again.
@@ -267,10 +267,9 @@ def fetch(packs: PacksOfKey, inbox: Path) -> Fetched:
     packs.refresh()
     listings = 1
     while True:
-        make_empty(inbox)  # only what this round verifies is installed
         selection = packs.select()
         needed = selection.needed
-        failures = _unpack(packs.store, inbox, needed)
+        failures = _unpack(packs.store, inbox, needed) if inbox else ()
         if not failures:
             break
         for pack, error in failures:
@@ -280,9 +279,8 @@ def fetch(packs: PacksOfKey, inbox: Path) -> Fetched:
             packs.refresh()
     read = [group[-1].end - group[0].start for pack, paths in needed for group in _groups(pack, paths)]
     stored_bytes = sum(pack.head.start for pack, _ in needed) + sum(read)
-    folders = [_folder(inbox, pack) for pack in selection.packs]
     names, seconds = tuple(pack.entry.name for pack, _ in needed), time.perf_counter() - started
-    return Fetched(selection.files, folders, names, selection.refused, stored_bytes, seconds)
+    return Fetched(selection.files, names, selection.refused, stored_bytes, seconds)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
@@ -294,7 +292,7 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
     if fetched.seeded_from:
         directory.outgoing.plant({path: choice.file.owner for path, choice in fetched.files.items()})
     directory.outgoing.expect(fetched.files)
-    for folder in filter(os.path.isdir, fetched.folders):
+    for folder in directory.inbox.iterdir():
         _move_into(str(folder), str(directory.path))
     return len(fetched.files)
 
@@ -311,8 +309,9 @@ def _move_into(source: str, target: str) -> None:
 def _unpack(
     store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, set[str]]]
 ) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
-    """Unpack the runs that hold the given paths of each pack, each pack into its own folder. Returns the packs that
-    failed, with their errors."""
+    """Unpack the runs that hold the given paths of each pack, each pack into its own folder of the emptied inbox.
+    Returns the packs that failed, with their errors."""
+    make_empty(inbox)  # only what this round verifies is installed
     failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
     def work(task: tuple[StoredPack, set[str], list[Run]]) -> None:
@@ -321,18 +320,15 @@ def _unpack(
             return
         sizes = [size_bytes for run in group for size_bytes in run.frame_sizes]
         frames = read_pieces(store, pack.entry.name, group[0].start, sizes)
+        folder = inbox / os.path.basename(pack.entry.name).partition(".")[0]
         try:
             for run in group:
-                unpack_run(frames, run, _folder(inbox, pack), paths)
+                unpack_run(frames, run, folder, paths)
         except (PackError, StoreError) as error:
             failures[pack.entry.name] = pack, error
 
     in_daemon_threads(work, [(pack, paths, group) for pack, paths in needed for group in _groups(pack, paths)])
     return list(failures.values())
-
-
-def _folder(inbox: Path, pack: StoredPack) -> Path:
-    return inbox / os.path.basename(pack.entry.name).partition(".")[0]
 
 
 def _groups(pack: StoredPack, paths: set[str]) -> Iterator[list[Run]]:
