@@ -78,26 +78,6 @@ def test_an_error_reaches_the_caller_and_the_next_call_is_served(model):
     assert model.call(lambda: 1) == 1
 
 
-def test_an_error_keeps_nothing_of_its_call_alive(model):
-    class Tensor:
-        pass
-
-    def fail() -> None:
-        tensor = Tensor()
-        kept.append(weakref.ref(tensor))
-        raise ValueError
-
-    kept: list[weakref.ref[Tensor]] = []
-    gc.disable()
-    try:
-        with pytest.raises(ValueError):  # noqa: PT011
-            model.call(fail)
-        model.call(int)
-        assert kept[0]() is None
-    finally:
-        gc.enable()
-
-
 def test_a_cancellation_ends_the_work_before_the_caller_goes_on(model):
     began, seen = threading.Event(), []
 
@@ -117,22 +97,28 @@ def test_a_cancellation_ends_the_work_before_the_caller_goes_on(model):
     assert model.call(lambda: "served") == "served"
 
 
-def test_a_cancelled_call_keeps_nothing_alive(model):
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "cancelled"])
+def test_a_call_that_fails_or_is_cancelled_keeps_nothing_alive(model, fails):
     class Tensor:
         pass
 
     def work() -> None:
         tensor = Tensor()
         kept.append(weakref.ref(tensor))
-        while True:
+        while not fails:
             time.sleep(0.001)
+        raise ValueError
 
     kept: list[weakref.ref[Tensor]] = []
     gc.disable()
     try:
-        caller = Caller(model, work)
-        wait_for(lambda: kept)
-        caller.cancel()
+        if fails:
+            with pytest.raises(ValueError):  # noqa: PT011
+                model.call(work)
+        else:
+            caller = Caller(model, work)
+            wait_for(lambda: kept)
+            caller.cancel()
         model.call(int)
         assert kept[0]() is None
     finally:

@@ -15,11 +15,10 @@ PRIVATE, PUBLIC = make_keys("one")
 _, OTHER_PUBLIC = make_keys("other")
 
 GOOD = [
-    ("STORE", "s3://bucket/prefix", "s3://bucket/prefix"),
-    ("STORE", "gs://bucket/prefix", "gs://bucket/prefix"),
-    ("STORE", "az://container", "az://container"),
-    ("STORE", "file:///var/packs", "file:///var/packs"),
-    ("STORE", "off", "off"),
+    *(
+        ("STORE", url, url)
+        for url in ("s3://bucket/prefix", "gs://bucket/prefix", "az://container", "file:///var/packs", "off")
+    ),
     ("LAYERS", "/opt/packs", ("/opt/packs",)),
     (
         "LAYERS",
@@ -77,15 +76,14 @@ BAD = [
     ("EXIT_BUDGET_S", "inf", "must be seconds between 0 and 86400"),
     ("DIR", "some/folder", "absolute path that is the same in every container"),
     *(("DIR", f"/tmp/my{character}cache", "Give a path without them") for character in " \t\n'\"\\"),
-    ("STORE", "ftp://host/packs", "give a local folder"),
-    ("STORE", "https://host/packs", "give a local folder"),
-    ("STORE", "s3://", "give a local folder"),
-    ("STORE", "s3:/bucket", "give a local folder"),
-    ("STORE", "gs:///prefix", "give a local folder"),
-    ("LAYERS", "ftp://host/packs", "neither a local folder nor the URL of a store or of a mirror"),
-    ("LAYERS", "https://", "neither a local folder nor the URL of a store or of a mirror"),
-    ("LAYERS", "https://host/#packs", "neither a local folder nor the URL of a store or of a mirror"),
-    ("LAYERS", "off", "neither a local folder nor the URL of a store or of a mirror"),
+    *(
+        ("STORE", url, "give a local folder")
+        for url in ("ftp://host/packs", "https://host/packs", "s3://", "s3:/bucket", "gs:///prefix")
+    ),
+    *(
+        ("LAYERS", url, "neither a local folder nor the URL of a store or of a mirror")
+        for url in ("ftp://host/packs", "https://", "https://host/#packs", "off")
+    ),
 ]
 
 
