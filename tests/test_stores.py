@@ -353,13 +353,6 @@ def test_neither_a_store_nor_layers_is_a_store_without_objects():
 # LayeredStore
 
 
-@pytest.fixture
-def broken(tmp_path) -> LocalStore:
-    """A store that fails at everything."""
-    (tmp_path / "broken").write_text("not a folder")
-    return LocalStore(tmp_path / "broken")
-
-
 def test_layers_are_listed_in_turn_each_oldest_first_and_read_from_the_first_that_has_an_object(tmp_path):
     first, second = layers = [LocalStore(tmp_path / name) for name in ("first", "second")]
     second.put("v1/a", b"only here")
@@ -374,8 +367,11 @@ def test_layers_are_listed_in_turn_each_oldest_first_and_read_from_the_first_tha
     assert store.read("v1/c", 0, 1 << 20) == b"second!"
 
 
-def test_a_layer_that_fails_is_left_out_and_named_until_it_works_again(tmp_path, broken):
-    layer = LocalStore(tmp_path / "layer")
+def test_a_layer_that_fails_is_left_out_and_named_until_it_works_again_and_if_all_fail_it_is_an_error(tmp_path):
+    (tmp_path / "broken").write_text("not a folder")
+    broken, layer = LocalStore(tmp_path / "broken"), LocalStore(tmp_path / "layer")
+    with pytest.raises(StoreError, match="set COMPILE_CACHE_STORE"):
+        LayeredStore([broken, broken]).list("")
     layer.put("v1/a", b"content")
     store = LayeredStore([broken, layer])
     assert store.location == f"{broken.location} + {layer.location}"
@@ -392,11 +388,6 @@ def test_a_layer_that_fails_is_left_out_and_named_until_it_works_again(tmp_path,
     Path(broken.location).unlink()
     store.list("")
     assert store.problems == ()
-
-
-def test_layers_that_all_fail_are_a_store_error(broken):
-    with pytest.raises(StoreError, match="set COMPILE_CACHE_STORE"):
-        LayeredStore([broken, broken]).list("")
 
 
 # LocalStore
