@@ -147,14 +147,10 @@ def test_a_page_has_what_its_script_prints(script, page):
 
 def test_extras_that_pip_shall_install_exist():
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = [name for text in ALL_CODES for name in installed_extras(text)]
+    found = [re.findall(r"pip install [^\n]*?\[([a-z0-9,]+)\]", text) for text in ALL_CODES]
+    named = [name for groups in found for group in groups for name in group.split(",")]
     assert named
     assert not set(named) - set(extras)
-
-
-def installed_extras(text: str) -> list[str]:
-    found = re.findall(r"pip install [^\n]*?\[([a-z0-9,]+)\]", text)
-    return [name for group in found for name in group.split(",")]
 
 
 # Configuration and code.

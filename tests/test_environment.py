@@ -163,11 +163,7 @@ def test_the_order_in_which_variables_are_set_does_not_matter():
         ("plain", "plain"),
         ("a b\tc", "a--b--c"),
         ("../../etc/passwd", "etc--passwd"),
-        ("..", "unnamed"),
-        (".", "unnamed"),
-        ("", "unnamed"),
-        ("/", "unnamed"),
-        ("모델", "unnamed"),
+        *((text, "unnamed") for text in ("..", ".", "", "/", "모델")),
         (".hidden", "hidden"),
     ],
 )

@@ -108,10 +108,6 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(name, url):
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_nothing_needs_to_be_set():
-    assert read() == Settings()
-
-
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
 def test_a_variable_sets_its_field(name, text, value):
     assert getattr(read(**{name: text}), name.lower()) == value
@@ -123,7 +119,8 @@ def test_an_empty_variable_counts_as_not_set(name, nothing):
     assert read(**{name: nothing}) == Settings()
 
 
-def test_empty_unknown_variables_and_those_of_others_are_no_problem():
+def test_nothing_needs_to_be_set_and_empty_unknown_variables_and_those_of_others_are_no_problem():
+    assert read() == Settings()
     assert read(STOER="") == Settings()
     assert Settings.from_env({"STORE": "/elsewhere", "MY_COMPILE_CACHE_STORE": "/elsewhere"}) == Settings()
 

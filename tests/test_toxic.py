@@ -168,7 +168,7 @@ def host(packs, proxy, filled) -> Host:
 
 
 def listing(request: Request) -> bool:
-    return request.is_listing
+    return request.method == "GET" and "list-type=2" in request.target
 
 
 def spoiled_part(part: str, packs: Packs) -> tuple[Callable[[Request], bool], str, Mapping[str, bytes]]:
@@ -281,13 +281,9 @@ def put_of_a_pack(request: Request) -> bool:
     return request.method == "PUT" and request.path.endswith(".pack")
 
 
-def every_request(request: Request) -> bool:
-    return True
-
-
 AT_THE_EXIT: dict[str, tuple[Toxin, Callable[[Request], bool]]] = {
-    **{f"{name} at every request": (toxin, every_request) for name, toxin in HANGING.items()},
-    "503 at every request": (FAILING["503"], every_request),
+    **{f"{name} at every request": (toxin, lambda request: True) for name, toxin in HANGING.items()},
+    "503 at every request": (FAILING["503"], lambda request: True),
     **{f"{name} at the pack": (toxin, put_of_a_pack) for name, toxin in {**HANGING, **FAILING}.items()},
 }
 

@@ -34,10 +34,6 @@ class Request:
         return urllib.parse.unquote(self.target.partition("?")[0])
 
     @property
-    def is_listing(self) -> bool:
-        return self.method == "GET" and "list-type=2" in self.target
-
-    @property
     def start(self) -> int:
         """The first byte of an object that it asks for."""
         return int(self.headers.get("range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
