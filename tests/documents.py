@@ -46,12 +46,9 @@ def guides() -> list[Path]:
 
 def pages() -> list[Path]:
     """Every page of the repository."""
-    folders = [folder for folder in PROJECT.iterdir() if folder.is_dir() and _is_ours(folder)]
+    names = [folder.name for folder in PROJECT.iterdir() if folder.is_dir()]
+    folders = [PROJECT / name for name in names if name == ".github" or not name.startswith((".", "_"))]
     return sorted({*PROJECT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))})
-
-
-def _is_ours(folder: Path) -> bool:
-    return folder.name == ".github" or not folder.name.startswith((".", "_"))
 
 
 def blocks(page: Path) -> Iterator[Block]:

@@ -194,33 +194,23 @@ def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):
     }
 
 
-def test_a_scan_finds_every_artifact_with_its_time(tmp_path):
-    directory = CacheDirectory.claim(tmp_path)
-    assert directory.scan() == {}
-    files = dict.fromkeys(["fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"], b"an artifact")
-    write_files(directory.path, files)
-    found = directory.scan()
-    assert found.keys() == files.keys()
-    assert found["x.so"] == (directory.path / "x.so").stat().st_mtime_ns
-
-
-def test_a_scan_leaves_out_locks_and_files_still_being_written(tmp_path):
-    directory = CacheDirectory.claim(tmp_path)
-    locks = ["locks/abc.lock", "deep/locks/abc", "abc.lock", "precompiled/header.h.gch", "server.pid", ".hidden"]
-    unfinished = ["ab/abc.tmp", "ab/abc.tmp.pid_1_2", "ab/.1.2.tmp", "triton/tmp.pid_1_2/kernel.cubin"]
-    kept = ["c7abc.py", "kernel.so", "a.tmpl", "locksmith", "tmp.txt"]
-    write_files(directory.path, dict.fromkeys([*locks, *unfinished, *kept], b""))
-    assert directory.scan().keys() == {*kept}
-
-
-def test_a_scan_follows_no_links(tmp_path):
+def test_a_scan_finds_every_artifact_with_its_time_and_no_locks_files_still_being_written_or_links(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "file").write_text("not ours")
     directory = CacheDirectory.claim(tmp_path / "root")
+    assert directory.scan() == {}
     (directory.path / "folder").symlink_to(elsewhere)
     (directory.path / "file").symlink_to(elsewhere / "file")
-    assert directory.scan() == {}
+    artifacts = ["fxgraph/ab/abc/content", "x.so", "triton/ABC/kernel.cubin"]
+    locks = ["locks/abc.lock", "deep/locks/abc", "abc.lock", "precompiled/header.h.gch", "server.pid", ".hidden"]
+    unfinished = ["ab/abc.tmp", "ab/abc.tmp.pid_1_2", "ab/.1.2.tmp", "triton/tmp.pid_1_2/kernel.cubin"]
+    kept = ["c7abc.py", "kernel.so", "a.tmpl", "locksmith", "tmp.txt"]
+    write_files(directory.path, dict.fromkeys([*locks, *unfinished, *kept], b""))
+    write_files(directory.path, dict.fromkeys(artifacts, b"an artifact"))
+    found = directory.scan()
+    assert found.keys() == {*artifacts, *kept}
+    assert found["x.so"] == (directory.path / "x.so").stat().st_mtime_ns
 
 
 # What may be published.
@@ -246,11 +236,7 @@ def test_what_was_withdrawn_with_its_owner_is_never_ready(tmp_path):
         ("fxgraph/ab/fabc/other", "fxgraph/fabc"),
         ("aotautograd/aabc/content", "aotautograd/aabc"),
         ("aotautograd/aabc/deep/content", "aotautograd/aabc/deep/content"),
-        ("fxgraph/ab/file", "fxgraph/ab/file"),
-        ("ab/cabc.py", "ab/cabc.py"),
-        ("triton/ABC/kernel.cubin", "triton/ABC/kernel.cubin"),
-        ("file", "file"),
-        ("fxgraph", "fxgraph"),
+        *((path, path) for path in ("fxgraph/ab/file", "ab/cabc.py", "triton/ABC/kernel.cubin", "file", "fxgraph")),
     ],
 )
 def test_a_graphs_logical_key_is_what_it_is_for_and_any_other_files_is_its_path(path, key):

@@ -229,8 +229,7 @@ UNPACK_WITH_LITTLE_MEMORY = """
 import resource, sys
 from compile_cache.errors import PackError
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.format import runs, unpack_run
-from compile_cache.storage.pack.format import read_head
+from compile_cache.storage.pack.format import read_head, runs, unpack_run
 from compile_cache.storage.pack.signing import TrustedKeys
 with open(sys.argv[1], "rb") as file:
     beginning = file.read(1 << 20)

@@ -279,18 +279,15 @@ def test_a_missing_bucket_is_object_not_found_and_says_to_create_it(open_bucket,
 def test_a_port_that_nothing_listens_on_is_store_unavailable_and_names_what_to_check(
     request, aws_variables, monkeypatch, closed_port, kind, action
 ):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{closed_port}")
+    monkeypatch.setenv("GOOGLE_BASE_URL", f"https://127.0.0.1:{closed_port}")
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "token")
+    store = open_kind(kind, "bucket") if kind in BUCKETS else open_url(f"{kind}://127.0.0.1:{closed_port}")
     with pytest.raises(StoreUnavailable, match=r"check .*the network") as caught:
-        ACTIONS[action](open_at(kind, closed_port, monkeypatch))
+        ACTIONS[action](store)
     if action == "list" and kind in BUCKETS:
         named = r"cannot list \w+://bucket/(\w+/)*( at http://127.0.0.1:\d+)?: "
         assert re.match(named, str(caught.value))
-
-
-def open_at(kind: str, port: int, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("GOOGLE_BASE_URL", f"https://127.0.0.1:{port}")
-    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "token")
-    return open_kind(kind, "bucket") if kind in BUCKETS else open_url(f"{kind}://127.0.0.1:{port}")
 
 
 # Opening
@@ -329,7 +326,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(monkeypatch, u
     assert f"needs the package {package}: {remedy}" in str(caught.value)
 
 
-def test_layers_are_read_before_the_store_that_is_written_if_any(tmp_path):
+def test_layers_are_read_before_the_store_that_is_written_if_any_and_without_both_there_are_no_objects(tmp_path):
     baked, written = str(tmp_path / "baked"), str(tmp_path / "store")
     LocalStore(tmp_path / "baked").put("v1/a", b"baked")
     stores = open_stores(Settings(store=written, layers=(baked,)))
@@ -340,9 +337,6 @@ def test_layers_are_read_before_the_store_that_is_written_if_any(tmp_path):
     assert names(alone) == names(alone.writing) == ["v1/b"]
     assert off.writing is None
     assert names(off) == ["v1/a"]
-
-
-def test_neither_a_store_nor_layers_is_a_store_without_objects():
     stores = open_stores(Settings(store="off"))
     assert stores.writing is None
     assert list(stores.list("")) == []
