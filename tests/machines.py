@@ -73,11 +73,6 @@ class Machine:
             self.publication.publish(pack)
         return packs
 
-    def publish_after_a_look(self) -> list[str]:
-        """Publish what is new after another look at the store, as the publisher does; the packs' names."""
-        self.packs.refresh()
-        return [self.packs.key.prefix + pack.name for pack in self.publish()]
-
 
 class Watched(LocalStore):
     """A store in a folder. Something happens before a call of the method with this name; or after it, with `after_`
