@@ -64,7 +64,7 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
     if settings.signing_key or settings.trusted_keys:
         from compile_cache.storage.rules import Rules
 
-        Rules.of(settings)  # an invalid key fails here, and not in the restore's thread
+        Rules.of(settings)  # an invalid key fails here, and not in the restore
     if isinstance(sources, str | Path):
         raise SettingsError(f"boot() takes a list of sources, not {sources!r}: give [{sources!r}]")
     if missing := [str(source) for source in sources if not Path(source).exists()]:
