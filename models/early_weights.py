@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-# Two chunks are pinned at a time, and 24 are read ahead, as many as a disk reads while torch is imported. So a limit of
-# memory below the weights' size works.
+# Two chunks are pinned at a time, and few are read ahead, so that a limit of memory below the weights' size works. A
+# disk reads about 24 while torch is imported.
 _CHUNK_BYTES = 256 << 20
 _AHEAD = 24
 _READERS = 8

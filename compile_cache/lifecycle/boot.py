@@ -7,7 +7,6 @@ their failures over. A region falls back by itself. Errors of the caller's own c
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.errors import CompileCacheError, SettingsError
+from compile_cache.errors import CompileCacheError, SettingsError, log
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction, call_as_cog
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from compile_cache.storage.directory import CacheDirectory
     from compile_cache.storage.publish import Publication
 
-log = logging.getLogger("compile_cache")
 
 _MOST_ROUNDS = 3
 # In a process of one answer, compiles begin in the first half minute of the warm-up.

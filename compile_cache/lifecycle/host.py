@@ -16,12 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from compile_cache.errors import CacheDirectoryError
+from compile_cache.errors import CacheDirectoryError, log
 from compile_cache.key.model_version import has_common_name, model_name
 from compile_cache.settings import Settings, split_url
 from compile_cache.storage.directory import CacheDirectory
-
-log = logging.getLogger("compile_cache")
 
 # Of a boot's packages, those with thousands of source files.
 _LARGE_PACKAGES = ("torch", "transformers", "diffusers")

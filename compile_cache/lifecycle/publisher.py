@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable
+from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable, log
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.host import log_to_container
 from compile_cache.settings import VERSION, Settings
@@ -31,7 +31,6 @@ from compile_cache.timeline import note, noted
 if TYPE_CHECKING:
     from compile_cache.serving.regions import Regions
 
-log = logging.getLogger("compile_cache")
 
 _POLL_S = 0.5
 # Files that follow within this time go into the same packs.

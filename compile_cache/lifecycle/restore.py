@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import select
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from compile_cache.errors import CompileCacheError
+from compile_cache.errors import CompileCacheError, log
 from compile_cache.importable import own_python
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.key.environment import Environment, cpu_threads, cuda_device, observe_environment
@@ -31,8 +30,6 @@ from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import LayeredStore, open_stores
 from compile_cache.timeline import note
-
-log = logging.getLogger("compile_cache")
 
 # How often the other process looks whether this one lives.
 _LOOK_S = 0.5
@@ -127,7 +124,7 @@ class Restore:
     def abandon(self) -> None:
         """End the process that fetches. A thread ends by itself."""
         if self._channel is not None:
-            hang_up(self._channel)
+            _hang_up(self._channel)
 
     @property
     def has_ended(self) -> bool:
@@ -232,9 +229,10 @@ class _Found:
     def report(self, failure: str = "") -> RestoreReport:
         """The report of a restore of these files, or of one with a `failure`."""
         files = len(self.fetched.files) if not failure else 0
-        outcome, reason = "failed" if failure else "hit", failure
-        if self.packs and not failure and (self.fetched.seeded_from or not files):
-            outcome, reason = "seeded" if files else "miss", f"nothing in {self.packs.key.prefix}"
+        outcome = "seeded" if self.fetched.seeded_from else "hit" if files else "miss"
+        reason = f"nothing in {self.packs.key.prefix}" if self.packs and outcome != "hit" else ""
+        if failure:
+            outcome, reason = "failed", failure
         return RestoreReport(
             outcome,
             reason,
@@ -300,11 +298,11 @@ def _steps_elsewhere(wanted: _Wanted, channel: socket.socket, theirs: socket.soc
         except (EOFError, OSError):
             return  # it has ended
         finally:
-            hang_up(channel)
+            _hang_up(channel)
             process.wait()
 
 
-def hang_up(channel: socket.socket) -> None:
+def _hang_up(channel: socket.socket) -> None:
     """End a connection, and a wait for it on another thread."""
     with contextlib.suppress(OSError):  # it is over
         channel.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,6 @@ from msgspec import Meta
 
 from compile_cache.errors import ObjectNotFound, SettingsError, StoreError
 from compile_cache.settings import Settings, split_url
-from compile_cache.storage.pack.manifest import Size
 
 _LATEST_S = 1 << 53
 
@@ -38,7 +37,7 @@ class StoredObject:
     mirror's listing, so sizes and times have limits there."""
 
     name: str
-    size_bytes: Size
+    size_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     modified_s: Annotated[float, Meta(gt=-_LATEST_S, lt=_LATEST_S)]
 
 
