@@ -105,8 +105,11 @@ class _Call:
                     self.result = self._work()
                 finally:
                     with self._lock:
-                        self._is_over = True
-                        _raise_in(threading.get_ident(), None)  # what was not raised yet
+                        was_interrupted, self._is_over = self._is_over, True
+                    if was_interrupted:
+                        # In place of what may wait to be raised. Taken back, Python 3.11 and 3.12 would look for it in
+                        # each loop and call of each thread from then on.
+                        _raise_in(threading.get_ident(), InterruptedError)
         except BaseException as error:
             self.error = error
         del self._work
@@ -130,8 +133,8 @@ class _Call:
                 self._has_ended = True
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise `kind` in a thread before its next instruction; None takes back what was not raised yet."""
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Raise `kind` in a thread before its next instruction, in place of what waits to be raised there."""
     import ctypes
 
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind and ctypes.py_object(kind))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
