@@ -1,14 +1,12 @@
 """The predictors, compiled: text to image (cog.yaml) and text generation (cog.text.yaml)."""
 
-import contextlib
-import gc
 import logging
 import os
 import random
 import sys
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Any, Iterator, List, Optional
+from typing import Any, List, Optional
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
@@ -65,7 +63,7 @@ class Predictor(Served):
             compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
             EarlyWeights(local_folder(model, revision)) as early,
         ):
-            with self.boot.timed("import"), without_collection():
+            with self.boot.importing():
                 import torch
 
                 early.begin(torch.device("cuda", 0))
@@ -77,7 +75,6 @@ class Predictor(Served):
                 import_pipeline(model, revision)
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
             self.thread = compile_cache.ModelThread()
-            self.boot.preload()
             self.thread.begin(attempt, first_calls.make, self.boot)
             with self.boot.timed("weights"):
                 self.model = DiffusionModel.load(model, revision, settings, early)
@@ -206,7 +203,7 @@ class TextPredictor(Served):
             compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
             EarlyWeights(local_folder(model, revision)) as early,
         ):
-            with self.boot.timed("import"), without_collection():
+            with self.boot.importing():
                 import torch
 
                 early.begin(torch.device("cuda", 0))
@@ -217,7 +214,6 @@ class TextPredictor(Served):
                 import_model(model, revision)
             self.thread = compile_cache.ModelThread()
             self.boot.prepare(prepare_process)
-            self.boot.preload()
             self.thread.begin(attempt, first_calls.make, self.boot)
             with self.boot.timed("weights"):
                 self.model = TextModel.load(model, revision, settings, early)
@@ -286,17 +282,3 @@ class TextPredictor(Served):
         counts = {"token_input_count": answer.prompt_tokens, "token_output_count": answer.new_tokens}
         for name, value in {"seed": seed, **counts, **prediction.metrics()}.items():
             self.record_metric(name, value)
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Run imports without the cyclic garbage collector, which takes an eighth of their time and finds nothing.
-
-    Later collections skip the objects that the imports made.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

@@ -21,7 +21,7 @@ from served import InProcess, describe_machine
 import compile_cache
 from compile_cache.key.model_version import split_revision
 from models.image.settings import ImageSettings
-from predict import Predictor, TextPredictor, without_collection
+from predict import Predictor, TextPredictor
 
 _PATIENCE_S = 300.0
 _KERNEL_SUFFIXES = (".so", ".cubin", ".hsaco")
@@ -121,7 +121,7 @@ class PicturePeer(Predictor):
         model, revision = split_revision(settings.model)
         self.thread = compile_cache.ModelThread()
         with compile_cache.boot(settings.model) as self.boot:
-            with self.boot.timed("import"), without_collection():
+            with self.boot.importing():
                 from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
@@ -173,7 +173,7 @@ class TextPeer(TextPredictor):
         """Restore, load, warm up with a request like the later ones, save; READY when it returns."""
         model, revision = split_revision(os.environ["MODEL"])
         with compile_cache.boot(model) as self.boot:
-            with self.boot.timed("import"), without_collection():
+            with self.boot.importing():
                 from models.text.model import AutoTokenizer, import_model, load_model
 
                 import_model(model, revision)

@@ -65,7 +65,8 @@ def ends_while(work: str) -> dict[str, Any]:
 
         if work == "preload":
             assert boot._restore._fetching.done.wait(PATIENCE_S)
-            boot.preload()
+            with boot.importing():
+                pass
         else:
             begun(boot, (Wide,))
     assert begun_work.wait(PATIENCE_S)

@@ -28,14 +28,14 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with compile_cache.boot("toy/model@" + "0" * 40) as boot:
-        with boot.timed("import"):
+        with boot.importing():
             import torch
 
             sys.path.insert(0, arguments.code)
             from toy_model import ToyModel, run
-        if arguments.thread_count:
-            torch.set_num_threads(arguments.thread_count)
-        boot.preload()
+
+            if arguments.thread_count:
+                torch.set_num_threads(arguments.thread_count)
         model = ToyModel().eval()
         if not arguments.restore_alone:
             boot.compile(model)

@@ -34,7 +34,8 @@ with compile_cache.boot("model") as boot:
     class Once(Product): ...
     torch.manual_seed(0)
     once, step = Once().eval(), Product().eval()
-    boot.preload()
+    with boot.importing():
+        pass
     boot.compile(once, whole=True, after_ready=True)
     boot.compile(step, whole=True)
     def predict():

@@ -70,7 +70,8 @@ with compile_cache.boot("my-model") as boot:
                 raise KeyError(f"failure number {Failing.begun}")
     sys.meta_path.insert(0, Failing())
     if "preload" in sys.argv:
-        boot.preload()
+        with boot.importing():
+            pass
     for _ in range(2):
         layer = torch.nn.Linear(4, 4)
         boot.compile(layer)
@@ -246,7 +247,8 @@ async def serve():
         class Model(torch.nn.Linear):
             def forward(self, inputs):
                 return torch.nn.functional.gelu(super().forward(inputs))
-        boot.preload()
+        with boot.importing():
+            pass
         model = Model(8, 8).eval()
         eager = copy.deepcopy(model)
         boot.compile(model, whole=True)

@@ -115,6 +115,7 @@ def test_the_first_boot_on_a_gpu_notes_what_was_slow(tmp_path):
     model, picture = torch.nn.Conv2d(3, 4, 3).cuda(), torch.zeros(1, 3, 64, 64, device="cuda")
     with compile_cache.boot("org/model", environ=settings(tmp_path)) as boot:
         while (path := boot.kept_file("first_calls.json")) is None:
-            boot.preload()  # does nothing before the restore has ended
+            with boot.importing():  # loads nothing before the restore has ended
+                pass
         note(boot, model, [picture])
         make_calls(path.read_text())  # which a kernel's first call is in, unless another test has made it

@@ -37,13 +37,15 @@ DEMO = Demo(
 )
 # The weights wait until the restored functions are loaded.
 LATE_WEIGHTS = """
-import compile_cache, predict
-preload = compile_cache.Boot.preload
+import contextlib, compile_cache, predict
+importing = compile_cache.Boot.importing
+@contextlib.contextmanager
 def preload_all(boot):
-    boot._restore._fetching.done.wait()
-    preload(boot)
+    with importing(boot):
+        yield
+        boot._restore._fetching.done.wait()
     boot._preloading.join()
-compile_cache.Boot.preload = preload_all
+compile_cache.Boot.importing = preload_all
 predictor = predict.TextPredictor()
 predictor.setup()
 print(predictor.boot.report.fully_precompiled)

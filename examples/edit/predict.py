@@ -17,10 +17,10 @@ SIZES = [tuple(map(int, size.split("x"))) for size in os.environ.get("SIZES", "1
 class Predictor(BaseRunner):
     def setup(self) -> None:
         with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
-            import torch
-            from diffusers import DiffusionPipeline
+            with self.boot.importing():
+                import torch
+                from diffusers import DiffusionPipeline
 
-            self.boot.preload()
             name, _, revision = MODEL.partition("@")
             device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
             self.pipe = DiffusionPipeline.from_pretrained(name, revision=revision or None, torch_dtype=dtype).to(device)

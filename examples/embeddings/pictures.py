@@ -14,10 +14,10 @@ BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,8,32").split(",")]
 class Predictor(BaseRunner):
     def setup(self) -> None:
         with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
-            import torch
-            from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+            with self.boot.importing():
+                import torch
+                from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-            self.boot.preload()
             name, _, revision = MODEL.partition("@")
             source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
             device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

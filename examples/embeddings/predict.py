@@ -19,11 +19,11 @@ BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,32").split(",")]
 class Predictor(BaseRunner):
     def setup(self) -> None:
         with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
-            import torch
-            from huggingface_hub import snapshot_download
-            from transformers import AutoModel, AutoTokenizer
+            with self.boot.importing():
+                import torch
+                from huggingface_hub import snapshot_download
+                from transformers import AutoModel, AutoTokenizer
 
-            self.boot.preload()
             name, _, revision = MODEL.partition("@")
             folder = Folder(MODEL if os.path.isdir(MODEL) else snapshot_download(name, revision=revision or None))
             device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

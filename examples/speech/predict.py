@@ -21,13 +21,13 @@ class Predictor(BaseRunner):
     def setup(self) -> None:
         sources = [__file__, *map(Path(__file__).with_name, ("shared_layers.py", "recorded_layers.py"))]
         with compile_cache.boot(MODEL, sources=sources) as self.boot:
-            import torch
-            from transformers import MaxLengthCriteria, WhisperForConditionalGeneration, WhisperProcessor
+            with self.boot.importing():
+                import torch
+                from transformers import MaxLengthCriteria, WhisperForConditionalGeneration, WhisperProcessor
 
-            from recorded_layers import record_steps
-            from shared_layers import share_code
+                from recorded_layers import record_steps
+                from shared_layers import share_code
 
-            self.boot.preload()
             name, _, revision = MODEL.partition("@")
             source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
             device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -24,10 +24,10 @@ KINDS = {
 class Predictor(BaseRunner):
     def setup(self) -> None:
         with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
-            import diffusers
-            import torch
+            with self.boot.importing():
+                import diffusers
+                import torch
 
-            self.boot.preload()
             name, _, revision = MODEL.partition("@")
             model = {"pretrained_model_name_or_path": name, "revision": revision or None}
             kind, self.step, self.rate, exact = KINDS[diffusers.DiffusionPipeline.load_config(**model)["_class_name"]]
