@@ -80,7 +80,7 @@ def made_up_text(vocabulary: int, tokens: int) -> str:
     return " ".join(f"w{source.randrange(vocabulary)}" for _ in range(tokens))
 
 
-def boot_environment(work: Path, kind: str, store: Path, root: Path = ROOT) -> dict[str, str]:
+def boot_environment(work: Path, kind: str, store: Path | str, root: Path = ROOT) -> dict[str, str]:
     """This process's variables, and those of a benchmark's boots: in the folder `work`, with the code in `root`."""
     return {
         **os.environ,

@@ -7,7 +7,8 @@
 Each boot is a new server. `plain_to`, `plain_device_map` and `plain_parallel` are benchmarks/plain with `.to("cuda")`,
 `device_map="cuda"`, and the libraries' own parallel loading; `eager` and `warm` are predict.py without and with
 restored code, after a cold boot that fills the store. `run` is a first `cog run`: in a mount, with nothing stored.
-`--against` allows `eager_other` and `warm_other`, those of an older checkout. Three requests follow each boot of
+`--against` allows `eager_other` and `warm_other`, those of an older checkout; `--url` allows `warm_url`, restored from
+that store. Three requests follow each boot of
 predict.py. With --drop-pages, the weights leave the page cache before each boot, and eight threads that only read them
 are timed first. Each boot is added to --out as a JSON line.
 """
@@ -55,7 +56,7 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     log, report = new_log(work, kind), work / "report.json"
     report.unlink(missing_ok=True)
     of = "eager" if kind.startswith("eager") else "warm"
-    environ = boot_environment(work, of, work / "store", root)
+    environ = boot_environment(work, of, args.url if kind.endswith("_url") else work / "store", root)
     environ |= {"MODEL": str(model.folder), **model.variables}
     if kind.startswith("cold"):
         environ["COMPILE_CACHE_COLD_START"] = "block"
@@ -79,12 +80,8 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
             server.predict(**model.inputs)
             requests.append(round(time.monotonic() - asked, 3))
         server.stop(signal.SIGTERM, 120)
-    line: dict[str, Any] = {
-        "kind": kind,
-        "ready_s": ready_s,
-        "requests": requests,
-        "cores": len(os.sched_getaffinity(0)),
-    }
+    line: dict[str, Any] = {"kind": kind, "ready_s": ready_s, "requests": requests}
+    line["cores"] = len(os.sched_getaffinity(0))
     if report.exists():
         found = json.loads(report.read_text())
         line |= {"phases": found["phases"], "memory": found.get("device_peak_bytes"), "spans": found.get("spans")}
@@ -143,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument("--against", type=Path, help="an older checkout")
+    parser.add_argument("--url", help="a store, such as s3://bucket/folder")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drop-pages", action="store_true")
@@ -153,7 +151,7 @@ def main() -> None:
     args, begun = parser.parse_args(), time.monotonic()
     args.store = args.store.resolve()
     model, kinds = Model.of(args), args.kinds.split(",")
-    for kind in {"cold_other" if kind.endswith("other") else "cold" for kind in kinds if kind.startswith("warm")}:
+    for kind in {kind.replace("warm", "cold") for kind in kinds if kind.startswith("warm")}:
         if not (args.store / kind).exists():
             print(boot(kind, model, args), flush=True)
             (args.store / kind).touch()

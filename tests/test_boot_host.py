@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -146,6 +148,16 @@ def test_a_user_without_a_name_gets_one(tmp_path, scope):
 @pytest.mark.parametrize("arguments", [[], ["preload"]])
 def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path, arguments):
     run(FAIL_TO_IMPORT_THE_COMPILER, *arguments, **settings(tmp_path))
+
+
+@pytest.mark.parametrize("ends_in", [contextlib.nullcontext(), pytest.raises(ZeroDivisionError)])
+def test_imports_run_without_the_collector_of_garbage_which_then_skips_what_they_made(tmp_path, ends_in):
+    with ends_in as error, compile_cache.boot("model", environ=settings(tmp_path, store="off")).importing():
+        assert not gc.isenabled()
+        frozen = gc.get_freeze_count()
+        assert error is None or 1 // 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > frozen
 
 
 # Logging
