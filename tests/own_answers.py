@@ -14,7 +14,9 @@ import json
 import os
 import sys
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -102,6 +104,23 @@ class AsksForTheType(Product):
         return self.product(x) if type(x) is torch.Tensor else x
 
 
+class Named(NamedTuple):
+    first: str
+    second: str
+
+
+class Text(str):
+    pass
+
+
+def joined(name: str, token: str) -> str:
+    return name + token
+
+
+def closed(token: str) -> Callable[..., str]:
+    return lambda other=(token,): token + other[0]
+
+
 class Secretive(Product):
     """Reads secrets of every kind."""
 
@@ -110,9 +129,14 @@ class Secretive(Product):
         self.own, self.unread = SECRET + "own", SECRET + "unread"
         self.config = SimpleNamespace(key=SECRET + "config", unread=SECRET + "beside", several=[SECRET + "listed"])
         self.items = OrderedDict(key=SECRET + "item")
+        self.named = Named(SECRET + "named", SECRET + "unread name")
+        self.partial = partial(joined, SECRET + "positional", token=SECRET + "keyword")
+        self.closure = closed(SECRET + "closure")
+        self.text = Text(SECRET + "text")
 
     def forward(self, x: torch.Tensor) -> Any:
         read = (os.environ.get("OWN_SECRET"), self.own, self.config.key, self.config.several[0], self.items["key"])
+        read += self.named.first, self.text, self.partial(), self.closure()
         return self.product(x) * (2.0 if SECRET in read else 1.0)
 
 

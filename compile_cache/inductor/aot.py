@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copyreg
 import dataclasses
 import functools
 import importlib.util
@@ -61,8 +62,11 @@ _options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
 _fake_mode = functools.cache(lambda: torch._subclasses.FakeTensorMode())
 # The packages of the objects that make guards up, besides the model's own.
-_OF_GUARDS = ("builtins", "functools", "numpy", "sympy", "torch")
-
+_OF_GUARDS = ("builtins", "numpy", "sympy", "torch")
+# The model's own all the same: what these hold.
+_HOLDERS = (nn.Module, types.CellType, types.FunctionType, types.MappingProxyType)
+# What pickle makes an object with, of its class and its parts.
+_NEW: Any = vars(copyreg)["__newobj__"]
 
 # The program's own passes over a graph. torch leaves them out of the options that it lists.
 _PASSES = (
@@ -235,18 +239,27 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
             return type(None), ()
         if isinstance(value, torch.Tensor) and (made_of := getattr(value, "made_of", None)):
             return made_of
-        reduced, is_module = super().reducer_override(value), isinstance(value, nn.Module)
-        is_of_guards = type(value).__module__.partition(".")[0] in _OF_GUARDS and not is_module
-        if is_of_guards or isinstance(value, type):
+        reduced = super().reducer_override(value)
+        is_by_name = isinstance(value, type) or (reduced is NotImplemented and isinstance(value, types.FunctionType))
+        if is_by_name or _is_of_guards(value):
             return reduced
         reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduced is NotImplemented else reduced
         if isinstance(reduced, str):
             return reduced
         made, arguments, state, listed, items = (*reduced, None, None, None)[:5]
-        arguments = without_texts(arguments) if is_module else arguments
+        if made is _NEW or isinstance(value, nn.Module | types.CellType):  # as a named tuple
+            arguments = without_texts(arguments)
+        else:  # a text may be the name of a function
+            arguments = tuple(part if isinstance(part, str | bytes) else without_texts(part) for part in arguments)
         state = state if isinstance(state, bytes) else without_texts(state)  # an extension module's own form
         listed, items = without_texts(list(listed or ())), without_texts(dict(items or ()))
         return made, arguments, state, iter(listed), iter(items.items())
+
+
+def _is_of_guards(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return str(getattr(value.func, "__module__", "")).startswith("torch._dynamo")
+    return type(value).__module__.partition(".")[0] in _OF_GUARDS and not isinstance(value, _HOLDERS)
 
 
 def without_texts(value: Any) -> Any:

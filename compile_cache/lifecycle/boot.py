@@ -172,19 +172,20 @@ class Boot:
     def importing(self) -> Iterator[None]:
         """Import torch and the model's packages in this context, before the weights load.
 
-        Python's collector of cyclic garbage waits meanwhile: it takes a fifth of the time and finds nothing. Later it
-        skips what there is by then.
+        Python's collector of cyclic garbage waits meanwhile: it takes a fifth of the time and finds little. Later it
+        skips what there is by then, unless torch was imported before: it may be a model, which is to be freed one day.
 
         At the end, restored functions begin to load on a thread. What that needs is imported first: about 0.1 s where
         diffusers is imported. If the restore has not ended, or has brought no functions, `compile` loads them.
         """
-        collects = gc.isenabled()
+        collects, has_no_model = gc.isenabled(), "torch" not in sys.modules
         gc.disable()
         try:
             with self.timed("import"):
                 yield
         finally:
-            gc.freeze()
+            if has_no_model:
+                gc.freeze()
             if collects:
                 gc.enable()
         self._preload()
