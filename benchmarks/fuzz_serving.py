@@ -304,8 +304,8 @@ def _left_halfway(boot: Boot, name: str) -> list[str]:
     """The cases of a class whose code is still being found or made."""
     from compile_cache.serving.kinds import State
 
-    (region,) = (region for region in boot._regions.by_class.values() if region.report.name == name)
-    return [f"a case is left {case.state}" for case in region.kinds if case.state in (State.CLAIMED, State.ORDERED)]
+    (kinds,) = (region.source.kinds for region in boot._regions.by_class.values() if region.report.name == name)
+    return [f"a case is left {case.state}" for case in kinds if case.state in (State.CLAIMED, State.ORDERED)]
 
 
 class Style(NamedTuple):

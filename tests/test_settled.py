@@ -361,7 +361,7 @@ def compared(directory):
     compiler.policy.moment.begin()
     warm_up(compiler, lambda: block(tensor()))
     (region,) = compiler.by_class.values()
-    (case,) = region.kinds
+    (case,) = region.source.kinds
     yield block, case, compiler, region
     assert step_of(compiler, block) == "eager"
     assert (case.state, case.reason) == (State.EAGER, "another thread gave it up")
@@ -412,7 +412,7 @@ def test_graphs_that_are_taken_during_an_instances_call_are_compared_on_it_befor
         monkeypatch.setattr(Source, "make", make_meanwhile)
         for _ in range(4):
             eager(first, tensor())
-        assert [case.state for case in compiler.by_class[Breaking].kinds] == [State.TAKEN]
+        assert [case.state for case in compiler.by_class[Breaking].source.kinds] == [State.TAKEN]
         go_on.set(), calls[0].result()
     monkeypatch.setattr(Comparison, "check", lambda *inputs: compared.append(inputs) or check(*inputs))
     eager(second, tensor())
@@ -522,7 +522,7 @@ def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(d
         with pytest.raises(ZeroDivisionError):
             warm_up(compiler, lambda: block(tensor()))
     (region,) = compiler.by_class.values()
-    (case,) = region.kinds
+    (case,) = region.source.kinds
     assert case.state is State.NEW
     warm_up(compiler, lambda: block(tensor()))
     assert case.state is State.ORDERED

@@ -543,7 +543,7 @@ def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it_until_it_is_dropp
     assert served(compiler) == {"eager": 5 + 3, "precompiled": 3}
     assert compiler.policy.waiting == 0
     (region,) = compiler.by_class.values()
-    (case,) = (case for case in region.kinds if case.spec.open)
+    (case,) = (case for case in region.source.kinds if case.spec.open)
     region.source.drop(case, "it differs")
     answer(block, 8)
     answer(block, 9)

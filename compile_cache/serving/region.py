@@ -30,7 +30,7 @@ from compile_cache.calls.spec import (
 )
 from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
 from compile_cache.errors import Failure, NoGraph, attempt, first_line
-from compile_cache.serving.kinds import WITH_CODE, Case, Code, Kinds, Standing, State
+from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
 from compile_cache.serving.moment import Known
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
@@ -46,13 +46,11 @@ class Region:
 
     def __init__(self, report: RegionReport, policy: Policy, rank: int) -> None:
         self.report = report
-        self.kinds = Kinds()
-        self.source = Source(report, self.kinds, policy, rank)
-        self._policy = policy
+        self.source = Source(report, policy, rank)
         self._moment = policy.moment
         # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
         self._functions: dict[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]] = {}
-        self.trials = Trials(report, policy, self.source, self._functions.keys())
+        self.trials = Trials(self.source, self._functions.keys())
         self.served = self.trials.served
 
     def adopt(self, module: nn.Module) -> None:
@@ -107,7 +105,7 @@ class Region:
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
         self._moment.pass_by()
-        found = attempt(self.kinds.case, call)
+        found = attempt(self.source.kinds.case, call)
         if isinstance(found, Failure):
             self.report.note_eager(found.reason)
             return self.trials.serve_eager(call)
@@ -157,8 +155,8 @@ class Region:
             return code(*call)
         except NoGraph:
             self.served[step] -= 1
-            if not self._policy.making.locked():  # a thread that traces hides all graphs
-                if self._policy.for_graphs():
+            if not self.source.policy.making.locked():  # a thread that traces hides all graphs
+                if self.source.policy.for_graphs():
                     case.miss(call[0])
                     self._moment.known.pop(call[0], None)
                 else:  # it may fit again
@@ -174,11 +172,11 @@ class Region:
         maker = self.source.maker(case, call)
         if maker is not None:
             return self.trials.hold(case, call, maker)
-        if case.has_proved_code and not self._policy.is_warming_up:
+        if case.has_proved_code and not self.source.policy.is_warming_up:
             self.trials.let_serve(case, call[0])
         if case.state is not State.CLAIMED:
             return self._serve_known(case, case.code, call, like)
-        if self._policy.is_full:  # the next prediction orders it
+        if self.source.policy.is_full:  # the next prediction orders it
             self._settle(call, like, None)
             return self.trials.serve_eager(call)
         order = attempt(self.source.pack, case, call)

@@ -73,7 +73,7 @@ class Regions:
                 region.source.shares_weights &= shares_weights
                 region.source.is_late &= after_ready
                 if not region.source.is_late:
-                    self.policy.look_again(*region.kinds)
+                    self.policy.look_again(*region.source.kinds)
                 region.adopt(module)
 
     def _region(self, module_class: type[nn.Module]) -> Region:

@@ -48,10 +48,10 @@ class Source:
     parameters if the region `shares_weights`: if all its modules may.
     """
 
-    def __init__(self, report: RegionReport, kinds: Kinds, policy: Policy, rank: int) -> None:
-        self._report = report
-        self._kinds = kinds
-        self._policy = policy
+    def __init__(self, report: RegionReport, policy: Policy, rank: int) -> None:
+        self.report = report
+        self.policy = policy
+        self.kinds = Kinds()
         self._rank = rank
         self.shares_weights = True
         # Whether all its modules are needed after READY alone.
@@ -66,41 +66,41 @@ class Source:
         Raises:
             UnseenCallError: the policy is `error`.
         """
-        policy = self._policy
+        policy = self.policy
         if self.is_late and policy.makes_late(case, call):
-            self._report.take_step("late")
+            self.report.take_step("late")
             return None
         found = policy.find(case.spec, call)
         if not isinstance(found, str):
             case.arrive(found)
             count_precompiled("loaded")
-            self._report.loaded += 1
+            self.report.loaded += 1
             return None
         what = policy.for_new_kinds(self.is_late)
         if what == "block":
             return functools.partial(self._made, found)
         if record := policy.record_to_trace(case.spec, call):
             if record.seconds <= policy.tracing_s:
-                log.info("compile.trace region=%s call=%s seconds=%.1f", self._report.name, case.spec, record.seconds)
+                log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
                 return functools.partial(self._traced, record)
             self.give_up(case, f"{record.reason}; its graphs take {record.seconds:.0f} s to trace in the setup")
         elif what == "error":
             raise UnseenCallError(
-                f"{self._report.name} was called with {case.spec}, for which nothing is compiled. Add this call to the "
+                f"{self.report.name} was called with {case.spec}, for which nothing is compiled. Add this call to the "
                 "warm-up, or set COMPILE_CACHE_UNSEEN to background or eager."
             )
         elif what == "eager":
             self.give_up(case, "nothing is compiled for it, and COMPILE_CACHE_UNSEEN=eager")
         elif not policy.is_warming_up:
-            self._kinds.leave_sizes_open(case, call[0])
+            self.kinds.leave_sizes_open(case, call[0])
         return None
 
     def make(self, case: Case, maker: Maker, shadow: Shadow) -> None:
         """Make a claimed case's code in this process."""
         started = time.perf_counter()
-        outgoing = self._policy.outgoing
+        outgoing = self.policy.outgoing
         outgoing.hand_over(outgoing.appeared())  # those so far are not of this call
-        with generators_at(is_alone=self._policy.moment.stays_alone()):
+        with generators_at(is_alone=self.policy.moment.stays_alone()):
             code = attempt(maker, shadow)
         if not isinstance(code, Failure):
             self._arrive(case, code)
@@ -114,21 +114,21 @@ class Source:
         """Code for a call, from the one maker. Imports torch's compiler."""
         from compile_cache.inductor.make import make
 
-        log.info("compile.begin region=%s", self._report.name)
+        log.info("compile.begin region=%s", self.report.name)
         started = time.perf_counter()
         graphs = self._graphs  # with this, the compiler is imported, and there are artifacts
-        made = make(self._policy.artifacts, graphs, shadow.copied)
+        made = make(self.policy.artifacts, graphs, shadow.copied)
         assert made.traced is not None  # in this process
-        self._hand_over(self._policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
+        self._hand_over(self.policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
-        if self._report.note_traced(made.traced, started) and why_not_found:
-            self._report.explain(f"not precompiled: {why_not_found}")
-        self._report.precompile_s += time.perf_counter() - started - made.traced.seconds
+        if self.report.note_traced(made.traced, started) and why_not_found:
+            self.report.explain(f"not precompiled: {why_not_found}")
+        self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
         if made.function is not None:
-            self._report.note_made(made)
+            self.report.note_made(made)
         elif made.reason:
-            self._report.note_not_precompiled(made.reason)
+            self.report.note_not_precompiled(made.reason)
         return made.function or self._graph(made.traced)
 
     def _traced(self, record: CachedRecord, shadow: Shadow) -> Code:
@@ -140,24 +140,24 @@ class Source:
         from compile_cache.inductor.make import out_of_stored_files, trace
 
         started = time.perf_counter()
-        self._policy.tracing_s -= record.seconds
+        self.policy.tracing_s -= record.seconds
         try:
             with out_of_stored_files():
                 traced = trace(self._graphs, shadow.copied)
         except GraphNotStored as error:
-            self._policy.reject(record.path, str(error))
+            self.policy.reject(record.path, str(error))
             raise
-        self._report.note_traced(traced, started)
+        self.report.note_traced(traced, started)
         return self._graph(traced)
 
     @functools.cached_property
     def _graphs(self) -> Graphs:
-        return self._policy.graphs(self._report.name)
+        return self.policy.graphs(self.report.name)
 
     def _graph(self, traced: Traced) -> Code:
         from compile_cache.inductor.make import Graph
 
-        return Graph(self._graphs, not traced.broken_by, self._policy.for_graphs)
+        return Graph(self._graphs, not traced.broken_by, self.policy.for_graphs)
 
     def _failure(self, failure: Failure, seconds: float) -> str:
         """Why nothing was made, after a line in the log."""
@@ -168,7 +168,7 @@ class Source:
         log.warning(
             "compile.failed region=%s seconds=%.1f reason=%s The call is served eager, and each boot tries it again. "
             "To leave the class eager, name it in COMPILE_CACHE_LEAVE_EAGER.",
-            self._report.name,
+            self.report.name,
             seconds,
             failure.reason,
             exc_info=None if isinstance(failure.error, CompileCacheError) else failure.error,
@@ -177,11 +177,11 @@ class Source:
 
     def pack(self, case: Case, call: Call) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
-        orders = self._policy.orders()
+        orders = self.policy.orders()
         if isinstance(orders, str):
             raise NotHandedOver(orders)
-        name = f"{self._report.name} {case.spec}"
-        rank = (not self._policy.is_warming_up, self._rank)
+        name = f"{self.report.name} {case.spec}"
+        rank = (not self.policy.is_warming_up, self._rank)
         order = orders.pack(name, call, case.spec.open, rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
@@ -194,54 +194,54 @@ class Source:
         if failed is not None:
             self.give_up(case, f"cannot be compiled in a second process: {failed.reason}")
         case.move(State.ORDERED)  # unless the answer was faster
-        self._report.wait_for(self._kinds)
+        self.report.wait_for(self.kinds)
 
     def _receive(self, case: Case, name: str, order: Future[Answer]) -> None:
         """Take the second process's answer. Another thread calls this."""
         if order.cancelled():
             return
-        answer = self._policy.take(name, order.result())
+        answer = self.policy.take(name, order.result())
         # No code of this boot is compared with graphs of the second process.
         wait_s = UNPROVED_S if answer.function is not None else 0.0
         self._hand_over(answer.files, answer.path, answer.has_found, wait_s)
         if answer.function is None:
             self.give_up(case, answer.reason)
             if case.spec.open:  # calls of its sizes are looked at again, each for code of its own
-                self._policy.moment.note(case, lambda: None)
+                self.policy.moment.note(case, lambda: None)
         else:
-            self._report.precompile_s += answer.seconds
-            self._report.note_made(answer)
-            self._policy.moment.note(case, functools.partial(self._arrive, case, answer.function))
+            self.report.precompile_s += answer.seconds
+            self.report.note_made(answer)
+            self.policy.moment.note(case, functools.partial(self._arrive, case, answer.function))
 
     def _hand_over(self, files: Iterable[str], record: str, has_found: bool, wait_s: float = UNPROVED_S) -> None:
         """Let what was made of a call be published, once its code was compared. `record` is empty if there is none. A
         record that was written and then did not fit its own call is not published. If it `has_found` graphs, those of
         another version are this one's too."""
-        outgoing = self._policy.outgoing
+        outgoing = self.policy.outgoing
         others = {path for path in files if not has_artifacts([path])}
         outgoing.hand_over([record] if record else [], record, wait_s)
-        outgoing.hand_over(others, self._report.name, wait_s)
+        outgoing.hand_over(others, self.report.name, wait_s)
         if record and has_found:
-            outgoing.use(self._report.name)
+            outgoing.use(self.report.name)
 
     def release(self, case: Case) -> None:
         """Let the files of code that has passed be published."""
-        for owner in (case.path, self._report.name) if case.path else tuple(self._owners):  # another thread may add one
-            self._policy.outgoing.release(owner)
+        for owner in (case.path, self.report.name) if case.path else tuple(self._owners):  # another thread may add one
+            self.policy.outgoing.release(owner)
 
     def mark(self, case: Case) -> None:
         """Note for later boots that a function was compared on all instances, if it was."""
-        if case.path and all(other.is_proved for other in self._kinds if other.path == case.path):
-            self._policy.mark_compared(case.path, self.is_late)
+        if case.path and all(other.is_proved for other in self.kinds if other.path == case.path):
+            self.policy.mark_compared(case.path, self.is_late)
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)
-        self._report.wait_for(self._kinds)
+        self.report.wait_for(self.kinds)
 
     def leave_out(self, case: Case, module: nn.Module, reason: str) -> None:
         """Compare the code no more on this instance; give it up if it serves no other."""
         if case.serves_any:
-            self._report.explain(f"eager for an instance: {reason}")
+            self.report.explain(f"eager for an instance: {reason}")
             case.miss(module)
         else:
             self.give_up(case, reason)
@@ -250,8 +250,8 @@ class Source:
         """Serve a case's calls eager from now on. False if they are already."""
         is_new = case.move(state, reason)
         if is_new:
-            self._report.note_eager(reason, case.spec)
-            self._report.wait_for(self._kinds)
+            self.report.note_eager(reason, case.spec)
+            self.report.wait_for(self.kinds)
         return is_new
 
     def drop(self, case: Case, reason: str) -> None:
@@ -261,18 +261,18 @@ class Source:
             return
         if code.path:
             log.warning("precompiled.rejected artifact=%s reason=%s", code.path, reason)
-            self._policy.reject(code.path, reason)
-            self._report.note_not_precompiled(reason)
+            self.policy.reject(code.path, reason)
+            self.report.note_not_precompiled(reason)
         else:
             for owner in tuple(self._owners):
-                self._policy.outgoing.withdraw(owner)
-        for other in self._kinds:  # the same function serves their calls, or torch may serve them by the same graph
+                self.policy.outgoing.withdraw(owner)
+        for other in self.kinds:  # the same function serves their calls, or torch may serve them by the same graph
             if other.code is not None and other.code.path == code.path:
                 self.give_up(other, reason)
-        self._policy.moment.note(case, lambda: None)  # tells predictors with recorded calls
+        self.policy.moment.note(case, lambda: None)  # tells predictors with recorded calls
 
     def give_up_orders(self, reason: str) -> None:
         """Serve calls eager whose code nobody will bring."""
-        for case in self._kinds:
+        for case in self.kinds:
             if case.state in (State.CLAIMED, State.ORDERED):
                 self.give_up(case, reason)

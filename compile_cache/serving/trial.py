@@ -21,8 +21,6 @@ from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
 from compile_cache.serving.moment import LOCK, Known
-from compile_cache.serving.policy import Policy
-from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Maker, Source
 from compile_cache.timeline import note
 
@@ -37,9 +35,7 @@ class Trials:
     `served` counts the region's calls by step. `waited_s` is the time that requests waited for the compiler.
     """
 
-    def __init__(self, report: RegionReport, policy: Policy, source: Source, instances: Iterable[nn.Module]) -> None:
-        self._report = report
-        self._policy = policy
+    def __init__(self, source: Source, instances: Iterable[nn.Module]) -> None:
         self._source = source
         self._instances = instances
         self.served: Counter[str] = Counter()
@@ -48,24 +44,24 @@ class Trials:
     def hold(self, case: Case, call: Call, maker: Maker | None = None) -> Any:
         """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
         trial does not end, nothing is concluded, and a later call repeats it: see `_TRIES_AT`."""
-        policy, making, started = self._policy, self._policy.making, time.perf_counter()
+        policy, report, started = self._source.policy, self._source.report, time.perf_counter()
         comparison = None
         # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
-        if making.acquire(blocking=False):
-            before, noted = read_counts(), self._report.graphs
+        if policy.making.acquire(blocking=False):
+            before, noted = read_counts(), report.graphs
             try:
                 if maker or case.state in WITH_CODE:  # another thread may have given it up
                     comparison = self._begin(case, call)
                 answer = self._hold(case, comparison, call, maker) if comparison else None
             finally:
-                self._report.graphs = noted + read_counts().since(before).graphs
-                making.release()
+                report.graphs = noted + read_counts().since(before).graphs
+                policy.making.release()
         if comparison is None:
             return self.serve_eager(call)
         seconds = time.perf_counter() - started
         if maker is None:
-            self._report.compile_s += seconds
-            note("regions", f"{self._report.name}: compare", started)
+            report.compile_s += seconds
+            note("regions", f"{report.name}: compare", started)
         else:
             policy.moment.pass_by()
         if not policy.is_warming_up and read_counts().graphs > before.graphs:
@@ -73,7 +69,7 @@ class Trials:
             log.warning(
                 "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to the "
                 "warm-up, or set COMPILE_CACHE_UNSEEN=background.",
-                self._report.name,
+                report.name,
                 seconds,
             )
         return answer
@@ -88,7 +84,7 @@ class Trials:
             now = _sizes(call)
             if len(now) == len(sizes) and now != sizes:
                 self._source.give_up(case, _GROWS, State.GROWING)
-                self._policy.moment.known[case] = Known()
+                self._source.policy.moment.known[case] = Known()
             elif now == sizes and case.state is State.GROWING:
                 case.move(State.NEW)
         return answer
@@ -96,7 +92,7 @@ class Trials:
     def _begin(self, case: Case, call: Call) -> Comparison | None:
         """A copy of the call to compare with. None if there can be none now; if there can never be one, the instance
         is left out."""
-        if self._policy.moment.has((case, "again")):  # one did not end
+        if self._source.policy.moment.has((case, "again")):  # one did not end
             return None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             return None
@@ -109,7 +105,7 @@ class Trials:
         return None
 
     def _hold(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
-        stays_alone = self._policy.moment.stays_alone()
+        stays_alone = self._source.policy.moment.stays_alone()
         try:
             answer = self.serve_eager(call, case if maker else None)
         except BaseException as error:
@@ -133,7 +129,7 @@ class Trials:
         random numbers, or if there is a difference. An error of graphs is one of this instance alone; any other error
         counts as a difference."""
         try:
-            with self._policy.moment.alone() if comparison.generators else contextlib.nullcontext():
+            with self._source.policy.moment.alone() if comparison.generators else contextlib.nullcontext():
                 if comparison.generators and not stays_alone():
                     raise ArtifactError("other predictions would see the generators of random numbers set back")
                 check = comparison.check(code.try_out)
@@ -144,14 +140,14 @@ class Trials:
         except NotHandedOver as error:  # it says what the call changes
             self._source.give_up(case, str(error))
         except Exception as error:
-            log.info("region.failed region=%s error=%r", self._report.name, error, exc_info=error)
+            log.info("region.failed region=%s error=%r", self._source.report.name, error, exc_info=error)
             if code.path:
                 self._source.drop(case, Failure(error).reason)
             else:  # the graphs of the other instances are right
-                self._report.explain(f"eager for an instance: {Failure(error).reason}")
+                self._source.report.explain(f"eager for an instance: {Failure(error).reason}")
                 case.miss(module)
         else:
-            self._report.note_error(check.error, check.tolerance)
+            self._source.report.note_error(check.error, check.tolerance)
             if check.passed:
                 self.let_serve(case, module)
             elif stays_alone():
@@ -168,7 +164,7 @@ class Trials:
                 case.serve(list(self._instances))  # another thread may add one
             else:
                 case.standings[module] = Standing.PASSED
-        moment = self._policy.moment
+        moment = self._source.policy.moment
         with moment.alone() if is_proved else contextlib.nullcontext(False) as takes_now:
             if takes_now:
                 self._take(case)
@@ -184,7 +180,7 @@ class Trials:
             return True
         case.serve()
         if case.move(State.TAKEN) and case.path:
-            self._report.take_step("precompiled")
+            self._source.report.take_step("precompiled")
         if case.state is State.TAKEN:
             self._source.release(case)
         return False
@@ -192,13 +188,13 @@ class Trials:
     def _put_off(self, case: Case, module: nn.Module, error: BaseException) -> None:
         reason = f"not compared with eager: {Failure(error).reason}"
         if case.path:  # the files of graphs have other owners
-            self._policy.outgoing.doubt(case.path)
+            self._source.policy.outgoing.doubt(case.path)
         if case.unended == _TRIES_AT[-1]:
             self._source.leave_out(case, module, reason)
             case.unended = 0
         else:  # predictors that replay recorded calls make no other call until there is something new
-            self._policy.moment.note((case, "again"), lambda: _waits(case))
-        log.info("region.not_compared region=%s call=%s reason=%s", self._report.name, case.spec, reason)
+            self._source.policy.moment.note((case, "again"), lambda: _waits(case))
+        log.info("region.not_compared region=%s call=%s reason=%s", self._source.report.name, case.spec, reason)
 
 
 def _sizes(call: Call) -> list[torch.Size]:
