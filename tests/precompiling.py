@@ -99,7 +99,7 @@ def find(where: CacheDirectory | Artifacts, module: nn.Module, *args: Any, **kwa
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
     """The artifacts of a next boot."""
     compiler = Regions(resolve_cold_start(settings or Settings()), directory)
-    assert compiler.policy.artifacts is not None
+    assert isinstance(compiler.policy.artifacts, Artifacts)
     with compiler.watching():  # which takes note of torch's options
         return compiler.policy.artifacts
 

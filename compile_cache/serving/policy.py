@@ -47,8 +47,8 @@ class Policy:
 
     torch's compiler is imported at once; if a second process compiles and nothing was restored, when the first artifact
     arrives.
-    `artifacts` has the functions compiled ahead of time; None until then, and if there can be none. If this torch lacks
-    a name for them, `why_not_precompiled` says which.
+    `artifacts` has the functions compiled ahead of time; None until then. If there can be none, it says why; it is
+    empty if none is wanted.
     `late` has the functions that are still to be loaded after READY, each with the LATE cases that it may fit.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
@@ -68,10 +68,9 @@ class Policy:
         # Held while this process imports torch's compiler, or makes or compares code: torch compiles for one thread at
         # a time.
         self.making = threading.Lock()
-        self._has_compiler = False
-        self.artifacts: Artifacts | None = None
-        self.why_not_precompiled = ""
-        self._is_hit = is_hit
+        self.artifacts: Artifacts | str | None = None
+        # Whether this is a process of one answer, and nothing of this version is stored.
+        self._is_first_run = settings.setup_budget_s is None and not is_hit
         # Whether there are records of graphs, which only a warm-up traces.
         self.has_graphs = any(path.endswith(CACHED) for path in stored)
         self.compiles_until_s: float | None = None
@@ -96,15 +95,15 @@ class Policy:
         until_s = self.compiles_until_s  # which another thread may set
         if until_s is None:
             return self._settings.unseen
-        can_wait = self._settings.setup_budget_s is None and self.artifacts is not None and not self._is_hit
-        return "background" if (is_late and can_wait) or time.monotonic() > until_s else self._settings.cold_start
+        can_wait = is_late and self._is_first_run and not isinstance(self.artifacts, str | None)
+        return "background" if can_wait or time.monotonic() > until_s else self._settings.cold_start
 
     def open(self, proved: Iterable[str] = ()) -> None:
         """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`. Meanwhile, any
         thread but the setup's is `making`."""
-        if self._has_compiler:
+        if self.artifacts is not None:
             return
-        self._has_compiler = True
+        self.artifacts = ""
         from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
 
         configure_torch()
@@ -114,14 +113,14 @@ class Policy:
         try:  # they need private names of torch: if one is gone, the boot goes on without
             from compile_cache.inductor.stored_functions import Artifacts
         except (ImportError, AttributeError) as error:
-            self.why_not_precompiled = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
-            log.warning("No precompiled regions in this boot: %s", self.why_not_precompiled)
+            self.artifacts = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
+            log.warning("No precompiled regions in this boot: %s", self.artifacts)
         else:
             self.artifacts = Artifacts(self._settings, self._directory.path, proved)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
-        if self._has_compiler:
+        if self.artifacts is not None:
             from compile_cache.inductor.toolchain import configure_torch
 
             configure_torch()
@@ -132,7 +131,7 @@ class Policy:
         Raises:
             ImportError: this torch has other modules.
         """
-        if (artifacts := self.artifacts) is None:
+        if isinstance(artifacts := self.artifacts, str | None):
             return None
 
         def load() -> None:
@@ -143,7 +142,7 @@ class Policy:
 
     def makes_late(self, case: Case, call: Call) -> bool:
         """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come."""
-        if self.artifacts is None or self._settings.unseen != "background" or self._released.is_set():
+        if isinstance(self.artifacts, str | None) or self._settings.unseen != "background" or self._released.is_set():
             return False
         self.configure()
         paths = attempt(self.artifacts.unloaded, case.spec, call)
@@ -162,7 +161,7 @@ class Policy:
             if not cases:
                 self.look_again(*self._late_cases)
             self._wait_for_gap(lambda: bool(self.late))
-            if self.late and (artifacts := self.artifacts) is not None:  # else the process ends
+            if self.late and not isinstance(artifacts := self.artifacts, str | None):  # else the process ends
                 with noted("preload", "load after READY"):
                     attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
         self._load_in_calls()
@@ -187,7 +186,7 @@ class Policy:
 
     def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
-        if self.artifacts is None:
+        if isinstance(self.artifacts, str | None):
             return ""
         self.configure()  # an artifact's name depends on these settings
         found = attempt(self.artifacts.find, spec, call)
@@ -199,7 +198,7 @@ class Policy:
 
     def mark_compared(self, path: str, is_late: bool) -> None:
         """Note for later boots that a function was compared on all instances, and whether they load it after READY."""
-        if self.artifacts is not None:
+        if not isinstance(self.artifacts, str | None):
             marked = attempt(self.artifacts.mark_compared, path, is_late)
             # No owner's: a version that uses another's function has not compared it yet.
             if isinstance(marked, str):
@@ -209,12 +208,12 @@ class Policy:
         """Use a record no more in this boot, and do not publish it."""
         for each in (path, *marks_of(path)):
             self.outgoing.withdraw(each)
-        if self.artifacts is not None:
+        if not isinstance(self.artifacts, str | None):
             self.artifacts.reject(path, reason)
 
     def record_to_trace(self, spec: CallSpec, call: Call) -> CachedRecord | None:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
-        if self.artifacts is None or not self.is_warming_up:
+        if isinstance(self.artifacts, str | None) or not self.is_warming_up:
             return None
         record = self.artifacts.cached(spec, call)
         if record is not None:
@@ -266,12 +265,12 @@ class Policy:
             orders.take(answer)
             return answer
         with noted("second process", f"{name}: load"):
-            if self.artifacts is None:
+            if isinstance(self.artifacts, str | None):
                 with self.making:
                     self.open()
             orders.take(answer)
-            if self.artifacts is None:
-                raise ArtifactError(self.why_not_precompiled or "torch.compile is switched off, or cannot be imported")
+            if isinstance(self.artifacts, str | None):
+                raise ArtifactError(self.artifacts or "torch.compile is switched off, or cannot be imported")
             self.configure()  # the call may have been ordered before torch's compiler was imported
             return replace(answer, function=self.artifacts.arrive(answer.path))
 

@@ -80,8 +80,8 @@ class Regions:
         if module_class not in self.by_class:
             report = RegionReport(name=module_class.__name__, instances=0)
             self.by_class[module_class] = Region(report, self.policy, len(self.by_class))
-            if self.policy.why_not_precompiled:
-                report.note_not_precompiled(self.policy.why_not_precompiled)
+            if isinstance(why_not := self.policy.artifacts, str) and why_not:
+                report.note_not_precompiled(why_not)
         return self.by_class[module_class]
 
     @property
@@ -107,7 +107,7 @@ class Regions:
         process compiles for them."""
         policy = self.policy
         policy.configure()
-        if policy.artifacts is not None:
+        if not isinstance(policy.artifacts, str | None):
             policy.artifacts.forget_options()
         policy.compiles_until_s = until_s
         policy.moment.conclude(is_whole=False)  # calls so far are of no round
