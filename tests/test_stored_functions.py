@@ -367,6 +367,5 @@ def test_a_setup_traces_no_longer_than_its_time_allows(restart, monkeypatch):
     monkeypatch.setattr(Artifacts, "cached", lambda *call: replace(cached(*call), seconds=7.0))
     compiler = boot(restart, *modules, settings=Settings(cold_start="background", unseen="background"))
     warm_up(compiler, lambda: [module(tensor()) for module in modules])
-    assert compiler.policy.has_graphs
     assert [report.step for report in compiler.reports] == ["cached", "eager"]
     assert "its graphs take 7 s to trace in the setup" in compiler.reports[1].reason

@@ -56,6 +56,14 @@ def test_a_boot_without_with_says_so(tmp_path):
     assert "without `with`" in boot.report.warnings[0]
 
 
+def test_a_warm_up_leaves_no_call_out_if_graphs_were_restored_which_it_alone_traces(tmp_path):
+    environ = settings(tmp_path, cold_start="background", unseen="background")
+    boot = compile_cache.boot("my-model", environ=environ)
+    assert boot.compiles_in_background
+    boot._restored_files = frozenset({"precompiled/group/0.cached"})
+    assert not boot.compiles_in_background
+
+
 @pytest.fixture
 def boot(tmp_path):
     with compile_cache.boot("my-model", environ=settings(tmp_path, scope="off")) as boot:

@@ -271,7 +271,9 @@ class Boot:
     def compiles_in_background(self) -> bool:
         """Whether a call that the warm-up leaves out may get code all the same, stored or of the second process: not in
         `cog run` and `fill`, nor if there are stored graphs, which only a warm-up traces."""
-        has_graphs = self._regions is not None and self._regions.policy.has_graphs
+        from compile_cache.inductor.function_file import CACHED
+
+        has_graphs = any(path.endswith(CACHED) for path in self._restored_files)
         return self._settings.cold_start == self._settings.unseen == "background" and not has_graphs
 
     def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:

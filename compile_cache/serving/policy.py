@@ -19,7 +19,7 @@ import torch
 from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
 from compile_cache.calls.tensors import Call
 from compile_cache.errors import ArtifactError, Failure, attempt, log
-from compile_cache.inductor.function_file import CACHED, SUFFIX, has_artifacts, marks_of
+from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.settings import Settings
@@ -71,8 +71,6 @@ class Policy:
         self.artifacts: Artifacts | str | None = None
         # Whether this is a process of one answer, and nothing of this version is stored.
         self._is_first_run = settings.setup_budget_s is None and not is_hit
-        # Whether there are records of graphs, which only a warm-up traces.
-        self.has_graphs = any(path.endswith(CACHED) for path in stored)
         self.compiles_until_s: float | None = None
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
@@ -225,7 +223,7 @@ class Policy:
         self.open()
         from compile_cache.inductor.make import Graphs
 
-        return Graphs(name, self._settings.mode, self._settings.dynamic)
+        return Graphs(name, self._settings.mode, self.settings.dynamic)
 
     def for_graphs(self) -> str:
         """What happens now with a call that no graph of its class fits: `block`: it gets one; `stored`: it may get one
