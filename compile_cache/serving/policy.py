@@ -57,7 +57,7 @@ class Policy:
     def __init__(
         self, settings: Settings, directory: CacheDirectory, is_hit: bool, calls: Callable[[], int] = int
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._directory = directory
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
@@ -92,9 +92,9 @@ class Policy:
         has stored something."""
         until_s = self.compiles_until_s  # which another thread may set
         if until_s is None:
-            return self._settings.unseen
+            return self.settings.unseen
         can_wait = is_late and self._is_first_run and not isinstance(self.artifacts, str | None)
-        return "background" if can_wait or time.monotonic() > until_s else self._settings.cold_start
+        return "background" if can_wait or time.monotonic() > until_s else self.settings.cold_start
 
     def open(self, proved: Iterable[str] = ()) -> None:
         """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`. Meanwhile, any
@@ -106,7 +106,7 @@ class Policy:
 
         configure_torch()
         remember_toolchain(self._directory.path)
-        if not self._settings.precompile or is_switched_off():
+        if not self.settings.precompile or is_switched_off():
             return
         try:  # they need private names of torch: if one is gone, the boot goes on without
             from compile_cache.inductor.stored_functions import Artifacts
@@ -114,7 +114,7 @@ class Policy:
             self.artifacts = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
             log.warning("No precompiled regions in this boot: %s", self.artifacts)
         else:
-            self.artifacts = Artifacts(self._settings, self._directory.path, proved)
+            self.artifacts = Artifacts(self.settings, self._directory.path, proved)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
@@ -140,7 +140,7 @@ class Policy:
 
     def makes_late(self, case: Case, call: Call) -> bool:
         """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come."""
-        if isinstance(self.artifacts, str | None) or self._settings.unseen != "background" or self._released.is_set():
+        if isinstance(self.artifacts, str | None) or self.settings.unseen != "background" or self._released.is_set():
             return False
         self.configure()
         paths = attempt(self.artifacts.unloaded, case.spec, call)
@@ -223,7 +223,7 @@ class Policy:
         self.open()
         from compile_cache.inductor.make import Graphs
 
-        return Graphs(name, self._settings.mode, self.settings.dynamic)
+        return Graphs(name, self.settings.mode, self.settings.dynamic)
 
     def for_graphs(self) -> str:
         """What happens now with a call that no graph of its class fits: `block`: it gets one; `stored`: it may get one
@@ -239,7 +239,7 @@ class Policy:
 
             with LOCK:
                 if self._orders is None:
-                    self._orders = Orders(self._settings, self._directory, self._released)
+                    self._orders = Orders(self.settings, self._directory, self._released)
         return self._orders
 
     @property

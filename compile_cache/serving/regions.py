@@ -38,7 +38,6 @@ class Regions:
     """
 
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
-        self._settings = settings
         self.policy = Policy(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
@@ -63,8 +62,8 @@ class Regions:
         if isinstance(root, torch.jit.ScriptModule):
             raise NotAModuleError(f"{root.original_name} is TorchScript, which torch.compile cannot compile")
         self.policy.configure()
-        for module in find_regions(root, "whole" if whole else self._settings.scope):
-            if (name := type(module).__name__) in self._settings.leave_eager:
+        for module in find_regions(root, "whole" if whole else self.policy.settings.scope):
+            if (name := type(module).__name__) in self.policy.settings.leave_eager:
                 reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
                 left = RegionReport(name, 0, step="eager", reason=reason, is_left_eager=True)
                 self._left_eager.setdefault(name, left).instances += 1
@@ -94,7 +93,7 @@ class Regions:
         classes = ", ".join(sorted({report.name for report in self.reports})) or "none"
         return [
             f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
-            for name in self._settings.leave_eager
+            for name in self.policy.settings.leave_eager
             if name not in self._left_eager
         ]
 
