@@ -16,8 +16,8 @@ from precompiling import activated, artifacts, build, eager, finish, tensor, war
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.kinds import Case, State
+from compile_cache.serving.region import Region
 from compile_cache.serving.regions import Regions
-from compile_cache.serving.trial import Trials
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.outgoing import Outgoing
@@ -189,9 +189,9 @@ def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(
 
 def test_a_function_that_is_taken_during_a_call_is_asked_whether_it_fits_the_next_one(restart, monkeypatch):
     compiler, (one, other, _) = next_boot(restart)
-    serve, known = Trials.serve_eager, compiler.policy.moment.known
+    serve, known = Region._serve_eager, compiler.policy.moment.known
     meanwhile = (monkeypatch.undo, lambda: finish(compiler), lambda: eager(other, tensor()))  # as another thread
-    monkeypatch.setattr(Trials, "serve_eager", lambda *inputs: (serve(*inputs), *(call() for call in meanwhile))[0])
+    monkeypatch.setattr(Region, "_serve_eager", lambda *inputs: (serve(*inputs), *(call() for call in meanwhile))[0])
     known.clear()
     eager(one, tensor())
     assert not compiler.policy.moment.known.get(one), "so its guards are checked"

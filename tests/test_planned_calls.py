@@ -44,7 +44,7 @@ def test_where_unseen_calls_wait_for_the_compiler_those_of_the_warm_up_do_not(di
     warm_up(compiler, lambda: block(tensor(4, 16)), until_s=0.0)  # the setup's time is up
     (region,) = compiler.by_class.values()
     eager(block, tensor(4, 16))
-    assert (region.served["compiled"], region.trials.waited_s) == (0, 0)
+    assert (region.served["compiled"], region.waited_s) == (0, 0)
     prediction = Prediction(BootReport(), compiler)
     eager(block, tensor(5, 16))
     told = prediction.metrics()

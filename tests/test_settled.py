@@ -20,7 +20,7 @@ from torch.nn.modules import module as module_hooks
 
 from compile_cache.calls import spec as call_spec
 from compile_cache.calls.spec import CallSpec, likeness
-from compile_cache.serving import trial
+from compile_cache.serving import region as routing
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.regions import Regions
@@ -395,7 +395,7 @@ def test_graphs_that_are_taken_during_an_instances_call_are_compared_on_it_befor
     compiler = boot(directory, first, second, settings=Settings(cold_start="block", unseen="block"))
     warm_up(compiler, lambda: None)
     inside, go_on, compared, make = threading.Event(), threading.Event(), [], Source.make
-    real, check = trial.call_region, Comparison.check
+    real, check = routing.call_region, Comparison.check
 
     def wait_inside(module: nn.Module, *inputs: Any) -> Any:
         if module is second and not inside.is_set():
@@ -408,7 +408,7 @@ def test_graphs_that_are_taken_during_an_instances_call_are_compared_on_it_befor
 
     with ThreadPoolExecutor() as threads:
         calls = []
-        monkeypatch.setattr(trial, "call_region", wait_inside)
+        monkeypatch.setattr(routing, "call_region", wait_inside)
         monkeypatch.setattr(Source, "make", make_meanwhile)
         for _ in range(4):
             eager(first, tensor())
@@ -452,7 +452,7 @@ def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_t
     with torch._inductor.config.patch(fallback_random=True):
         block = build(Drawing)
         compiler = boot(directory, block, settings=Settings(cold_start="block"))
-        moment, real = compiler.policy.moment, trial.call_region
+        moment, real = compiler.policy.moment, routing.call_region
 
         def call_region(*call: Any) -> Any:
             monkeypatch.undo()
@@ -460,7 +460,7 @@ def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_t
                 torch.rand(1)
             return real(*call)
 
-        monkeypatch.setattr(trial, "call_region", call_region)
+        monkeypatch.setattr(routing, "call_region", call_region)
         warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
         (region,) = compiler.by_class.values()
         assert "differs from eager" not in region.report.reason
@@ -518,7 +518,7 @@ def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(d
     block = build(Block)
     compiler = boot(directory, block, settings=STATES["ordered"][0])
     with monkeypatch.context() as patch:
-        patch.setattr("compile_cache.serving.trial.reachable_tensors", lambda *_: 1 / 0)
+        patch.setattr("compile_cache.serving.region.reachable_tensors", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             warm_up(compiler, lambda: block(tensor()))
     (region,) = compiler.by_class.values()

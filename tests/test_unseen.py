@@ -23,7 +23,8 @@ from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.make import Answer
 from compile_cache.lifecycle import host
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving import kinds, trial
+from compile_cache.serving import kinds
+from compile_cache.serving import region as routing
 from compile_cache.serving.comparison import Check
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
@@ -201,14 +202,14 @@ def test_code_that_serves_already_does_not_wait_for_an_instance_that_is_gone(ser
 
 def fail_for(module: nn.Module, patch: pytest.MonkeyPatch) -> None:
     """Let comparisons on this instance find no memory."""
-    check = trial.Comparison.check
+    check = routing.Comparison.check
 
-    def checked(self: trial.Comparison, code: object) -> Check:
+    def checked(self: routing.Comparison, code: object) -> Check:
         if self._call[0] is module:
             raise MemoryError("none left")
         return check(self, code)
 
-    patch.setattr(trial.Comparison, "check", checked)
+    patch.setattr(routing.Comparison, "check", checked)
 
 
 def test_a_comparison_that_does_not_end_is_tried_after_1_10_and_100_predictions_and_then_no_more(many, monkeypatch):
@@ -221,7 +222,7 @@ def test_a_comparison_that_does_not_end_is_tried_after_1_10_and_100_predictions_
         tries.append(now)
         raise MemoryError("none left")
 
-    monkeypatch.setattr(trial.Comparison, "check", fail)
+    monkeypatch.setattr(routing.Comparison, "check", fail)
     for now in range(120):  # noqa: B007
         with prediction(moment):
             for block in (*blocks[:2], blocks[0]):
@@ -316,8 +317,8 @@ def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_o
     warm_up(compiler, lambda: [each(tensor(4, 16), None) for each in (block, other) for _ in range(2)])
     described, real = [], call_spec.structure
     monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
-    looked_at, all_tensors = [], trial.reachable_tensors
-    monkeypatch.setattr(trial, "reachable_tensors", lambda *call: looked_at.append(call) or all_tensors(*call))
+    looked_at, all_tensors = [], routing.reachable_tensors
+    monkeypatch.setattr(routing, "reachable_tensors", lambda *call: looked_at.append(call) or all_tensors(*call))
     for known in (1, 0, 0):  # the first call shows that it grows
         described.clear(), looked_at.clear()
         before, memories = Counter(served(compiler)), {each: Memory() for each in (block, other, twin)}
@@ -576,7 +577,7 @@ def break_off(block: Product, rows: int, error: type[BaseException]) -> None:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "call_region", fail)
+        patch.setattr(routing, "call_region", fail)
         with pytest.raises(error):
             answer(block, rows)
 

@@ -78,7 +78,7 @@ class Prediction:
         return {region.report.name: Counter(region.served) for region in regions}
 
     def _waiting_s(self) -> float:
-        return sum(region.trials.waited_s for region in self._regions.by_class.values()) if self._regions else 0.0
+        return sum(region.waited_s for region in self._regions.by_class.values()) if self._regions else 0.0
 
 
 def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:

@@ -105,7 +105,7 @@ class Case:
     | `reason` | in words, why its calls are eager |
     | `code` | what serves them, once it has arrived |
     | `standings` | the instances that made such calls, those that called last at the end |
-    | `unended` | how many moments have come since a comparison did not end; 0 once one did |
+    | `unended` | how many comparisons have not ended since one did |
     """
 
     spec: CallSpec

@@ -1,4 +1,4 @@
-"""A module class and its instances: routes each call to the code that serves it.
+"""A module class and its instances: routes each call to the code that serves it, and compares that first.
 
 A call that a taken function fits, or that is like one settled in this prediction, is served at once. Any other call
 gets its case, whose state says what happens: see `State`. New code is taken between two predictions, once it was
@@ -9,7 +9,10 @@ This module imports torch, and is itself imported only when a boot has torch. It
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -28,21 +31,29 @@ from compile_cache.calls.spec import (
     why_eager,
     with_plain_strides,
 )
-from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
-from compile_cache.errors import Failure, NoGraph, attempt, first_line
+from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of, reachable_tensors
+from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, attempt, first_line, log
+from compile_cache.inductor.counters import read_counts
+from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
-from compile_cache.serving.moment import Known
+from compile_cache.serving.moment import LOCK, Known
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.serving.source import Source
-from compile_cache.serving.trial import Trials
+from compile_cache.serving.source import Maker, Source
+from compile_cache.timeline import note
 
 # Outside predictions, what lies in a module is looked at again after so many calls.
 _CALLS_BETWEEN_LOOKS = 64
+# A comparison that did not end is tried again after so many moments, and then after so many more.
+_TRIES_AFTER = (1, 10, 100)
+_GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
 
 class Region:
-    """A module class and its instances. `report` says how calls are served, and why."""
+    """A module class and its instances. `report` says how calls are served, and why.
+
+    `served` counts the calls by step. `waited_s` is the time that requests waited for the compiler.
+    """
 
     def __init__(self, report: RegionReport, policy: Policy, rank: int) -> None:
         self.report = report
@@ -50,8 +61,8 @@ class Region:
         self._moment = policy.moment
         # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
         self._functions: dict[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]] = {}
-        self.trials = Trials(self.source, self._functions.keys())
-        self.served = self.trials.served
+        self.served: Counter[str] = Counter()
+        self.waited_s = 0.0
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
@@ -103,12 +114,12 @@ class Region:
         if reason := why_eager(call[0]):
             self.report.note_eager(f"eager: {reason}")
             self._settle(call, like, None)
-            return self.trials.serve_eager(call)
+            return self._serve_eager(call)
         self._moment.pass_by()
         found = attempt(self.source.kinds.case, call)
         if isinstance(found, Failure):
             self.report.note_eager(found.reason)
-            return self.trials.serve_eager(call)
+            return self._serve_eager(call)
         case, code = found
         if case.move(State.CLAIMED):
             try:
@@ -122,9 +133,9 @@ class Region:
         """Serve a call of a case that is not new, by `code` if it may serve: that fits the call."""
         state = case.state
         if state in WITH_CODE and code is not None and case.is_to_compare(call[0]):
-            return self.trials.hold(case, call)
+            return self._compare(case, call)
         if state in WITH_CODE and (code is None or case.standings.get(call[0]) is not Standing.SERVES):
-            return self.trials.serve_eager(call)  # without `code`, it has arrived since, and may not fit
+            return self._serve_eager(call)  # without `code`, it has arrived since, and may not fit
         if code is not None and state is State.TAKEN:
             if code.path:
                 self._remember(case, call)
@@ -135,7 +146,7 @@ class Region:
             self.report.note_eager(case.reason)
         # To look whether a call makes a tensor larger takes a millisecond, so one call of a prediction shows it.
         is_first = state is State.GROWING and (case not in self._moment.known or not self._moment.open)
-        answer = self.trials.serve_eager(call, case if is_first else None)
+        answer = self._serve_eager(call, case if is_first else None)
         self._settle(call, like, case)  # unless it has not grown
         return answer
 
@@ -161,7 +172,7 @@ class Region:
                     self._moment.known.pop(call[0], None)
                 else:  # it may fit again
                     self._settle(call, like, None)
-            return self.trials.serve_eager(call)
+            return self._serve_eager(call)
         except AssertionError as error:
             if code.path:  # generated code asserts the strides that it was compiled for
                 self.source.drop(case, f"AssertionError: {first_line(error)}")
@@ -171,19 +182,176 @@ class Region:
         """Serve a call of a case that this thread has claimed: by code of an earlier boot, else as the policy says."""
         maker = self.source.maker(case, call)
         if maker is not None:
-            return self.trials.hold(case, call, maker)
+            return self._compare(case, call, maker)
         if case.has_proved_code and not self.source.policy.is_warming_up:
-            self.trials.let_serve(case, call[0])
+            self._let_serve(case, call[0])
         if case.state is not State.CLAIMED:
             return self._serve_known(case, case.code, call, like)
         if self.source.policy.is_full:  # the next prediction orders it
             self._settle(call, like, None)
-            return self.trials.serve_eager(call)
+            return self._serve_eager(call)
         order = attempt(self.source.pack, case, call)
-        answer = self.trials.serve_eager(call, case)
+        answer = self._serve_eager(call, case)
         if case.state is State.CLAIMED:
             self.source.order(case, order)
         return answer
+
+    def _compare(self, case: Case, call: Call, maker: Maker | None = None) -> Any:
+        """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
+        trial does not end, nothing is concluded, and a later call repeats it: see `_TRIES_AFTER`."""
+        policy, report, started = self.source.policy, self.report, time.perf_counter()
+        comparison = None
+        # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
+        if policy.making.acquire(blocking=False):
+            before, noted = read_counts(), report.graphs
+            try:
+                if maker or case.state in WITH_CODE:  # another thread may have given it up
+                    comparison = self._begun(case, call)
+                answer = self._answer(case, comparison, call, maker) if comparison else None
+            finally:
+                report.graphs = noted + read_counts().since(before).graphs
+                policy.making.release()
+        if comparison is None:
+            return self._serve_eager(call)
+        seconds = time.perf_counter() - started
+        if maker is None:
+            report.compile_s += seconds
+            note("regions", f"{report.name}: compare", started)
+        else:
+            policy.moment.pass_by()
+        if not policy.is_warming_up and read_counts().graphs > before.graphs:
+            self.waited_s += seconds
+            log.warning(
+                "compile.on_request region=%s seconds=%.1f A request waited for the compiler. Add this call to the "
+                "warm-up, or set COMPILE_CACHE_UNSEEN=background.",
+                report.name,
+                seconds,
+            )
+        return answer
+
+    def _serve_eager(self, call: Call, case: Case | None = None) -> Any:
+        """Serve a call by the model's own code. That of a `case`, which is claimed or GROWING, shows whether such calls
+        change the size of a tensor that they can reach, as of a cache that grows."""
+        sizes = _sizes(call) if case is not None else []
+        self.served["eager"] += 1
+        answer = call_region(*call)
+        if case is not None:
+            now = _sizes(call)
+            if len(now) == len(sizes) and now != sizes:
+                self.source.give_up(case, _GROWS, State.GROWING)
+                self._moment.known[case] = Known()
+            elif now == sizes and case.state is State.GROWING:
+                case.move(State.NEW)
+        return answer
+
+    def _begun(self, case: Case, call: Call) -> Comparison | None:
+        """A copy of the call to compare with. None if there can be none now; if there can never be one, the instance
+        is left out."""
+        if self._moment.has((case, "again")):  # one did not end
+            return None
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            return None
+        try:
+            return Comparison(call)
+        except NotHandedOver as error:
+            self.source.leave_out(case, call[0], f"it cannot be compared with eager: {error}")
+        except Exception as error:  # no memory, or a mode of torch in which nothing can be copied
+            self._put_off(case, call[0], error)
+        return None
+
+    def _answer(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
+        stays_alone = self._moment.stays_alone()
+        try:
+            answer = self._serve_eager(call, case if maker else None)
+        except BaseException as error:
+            is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
+            if not is_of_model:  # a cancel, or no memory beside the copy
+                self._put_off(case, call[0], error)
+            raise
+        comparison.expect(answer)
+        if maker is not None and case.state is State.CLAIMED:
+            self.source.make(case, maker, comparison.pristine)
+        code = case.code
+        # Of code that was just made, only the copy was asked whether it fits.
+        if code is not None and not (maker and code.misfit(call)):
+            self._judge(case, code, call[0], comparison, stays_alone)
+        return answer
+
+    def _judge(
+        self, case: Case, code: Code, module: nn.Module, comparison: Comparison, stays_alone: Callable[[], bool]
+    ) -> None:
+        """Compare the code with eager's answer. Full memory puts it off, and so do other predictions if the call draws
+        random numbers, or if there is a difference. An error of graphs is one of this instance alone; any other error
+        counts as a difference."""
+        try:
+            with self._moment.alone() if comparison.generators else contextlib.nullcontext():
+                if comparison.generators and not stays_alone():
+                    raise ArtifactError("other predictions would see the generators of random numbers set back")
+                check = comparison.check(code.try_out)
+        except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
+            self._put_off(case, module, error)
+        except NoGraph:
+            case.miss(module)
+        except NotHandedOver as error:  # it says what the call changes
+            self.source.give_up(case, str(error))
+        except Exception as error:
+            log.info("region.failed region=%s error=%r", self.report.name, error, exc_info=error)
+            if code.path:
+                self.source.drop(case, Failure(error).reason)
+            else:  # the graphs of the other instances are right
+                self.report.explain(f"eager for an instance: {Failure(error).reason}")
+                case.miss(module)
+        else:
+            self.report.note_error(check.error, check.tolerance)
+            if check.passed:
+                self._let_serve(case, module)
+            elif stays_alone():
+                self.source.drop(case, check.difference)
+            else:  # a call of another prediction may have written into the same module
+                self._put_off(case, module, ArtifactError(f"while other predictions were open, {check.difference}"))
+
+    def _let_serve(self, case: Case, module: nn.Module) -> None:
+        """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
+        is taken at once, for all instances, unless other predictions are open: they had eager's answers."""
+        with LOCK:
+            case.unended = 0
+            if is_proved := case.has_proved_code:
+                case.serve(list(self._functions))  # another thread may add one
+            else:
+                case.standings[module] = Standing.PASSED
+        moment = self._moment
+        with moment.alone() if is_proved else contextlib.nullcontext(False) as takes_now:
+            if takes_now:
+                self._take(case)
+            else:
+                moment.note(case, lambda: self._take(case))
+        if not is_proved:
+            moment.note_ending(case, lambda: self.source.mark(case))
+
+    def _take(self, case: Case) -> bool:
+        """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
+        at once."""
+        if case.state is State.ARRIVED and not case.has_passed:
+            return True
+        case.serve()
+        if case.move(State.TAKEN) and case.path:
+            self.report.take_step("precompiled")
+        if case.state is State.TAKEN:
+            self.source.release(case)
+        return False
+
+    def _put_off(self, case: Case, module: nn.Module, error: BaseException) -> None:
+        reason = f"not compared with eager: {Failure(error).reason}"
+        if case.path:  # the files of graphs have other owners
+            self.source.policy.outgoing.doubt(case.path)
+        if case.unended == len(_TRIES_AFTER):
+            self.source.leave_out(case, module, reason)
+            case.unended = 0
+        else:  # predictors that replay recorded calls make no other call until there is something new
+            early = iter(range(1, _TRIES_AFTER[case.unended]))
+            case.unended += 1
+            self._moment.note((case, "again"), lambda: case.state is not State.EAGER and bool(next(early, 0)))
+        log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
 
 def _likeness(args: Args, kwargs: Kwargs) -> Hashable:
@@ -193,3 +361,7 @@ def _likeness(args: Args, kwargs: Kwargs) -> Hashable:
     except Exception:  # of an object that is none of torch's own, or while torch traces sizes
         return None
     return key
+
+
+def _sizes(call: Call) -> list[torch.Size]:
+    return [tensor.shape for tensor in reachable_tensors(call)]
