@@ -30,7 +30,7 @@ from compile_cache.torch_threads import end_at_exit
 if TYPE_CHECKING:
     from compile_cache.background.orders import Orders
     from compile_cache.inductor.function import Precompiled
-    from compile_cache.inductor.make import Answer, Graphs
+    from compile_cache.inductor.make import Answer
     from compile_cache.inductor.stored_functions import Artifacts, CachedRecord
 
 # The most that a setup takes to trace graphs out of stored files. With the import of the compiler, which takes 3 s, it
@@ -217,13 +217,6 @@ class Policy:
         if record is not None:
             self.outgoing.use(record.path, type(call[0]).__name__)
         return record
-
-    def graphs(self, name: str) -> Graphs:
-        """A maker of graphs for one class. Imports torch's compiler."""
-        self.open()
-        from compile_cache.inductor.make import Graphs
-
-        return Graphs(name, self.settings.mode, self.settings.dynamic)
 
     def for_graphs(self) -> str:
         """What happens now with a call that no graph of its class fits: `block`: it gets one; `stored`: it may get one

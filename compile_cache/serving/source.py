@@ -153,7 +153,10 @@ class Source:
 
     @functools.cached_property
     def _graphs(self) -> Graphs:
-        return self.policy.graphs(self.report.name)
+        self.policy.open()
+        from compile_cache.inductor.make import Graphs
+
+        return Graphs(self.report.name, self.policy.settings.mode, self.policy.settings.dynamic)
 
     def _graph(self, traced: Traced) -> Code:
         from compile_cache.inductor.make import Graph
