@@ -227,10 +227,10 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
         compiler.policy.moment.pass_by()
         move, other = Case.move, [one]
 
-        def faster(case: Case, state: State, reason: str = "") -> bool:
+        def faster(case: Case, state: State) -> bool:
             while other and state is State.CLAIMED:  # this thread has looked its case up
                 eager(other.pop(), tensor())
-            return move(case, state, reason)
+            return move(case, state)
 
         monkeypatch.setattr(Case, "move", faster)
         torch.testing.assert_close(eager(two, tensor()), eager(build(Inner, 2.0), tensor()))

@@ -44,7 +44,7 @@ class State(enum.Enum):
       in this process. An instance that is not compared yet is compared first.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
       first call of a prediction does not, the case is NEW again.
-    - EAGER: the model's own code answers until the process ends. `Case.reason` says why.
+    - EAGER: the model's own code answers until the process ends. The region's report says why.
     """
 
     NEW = "new"
@@ -102,7 +102,6 @@ class Case:
     | --- | --- |
     | `spec` | the first such call |
     | `state` | how its calls are served; `move` alone sets it |
-    | `reason` | in words, why its calls are eager |
     | `code` | what serves them, once it has arrived |
     | `standings` | the instances that made such calls, those that called last at the end |
     | `unended` | how many comparisons have not ended since one did |
@@ -110,17 +109,16 @@ class Case:
 
     spec: CallSpec
     state: State = State.NEW
-    reason: str = ""
     code: Code | None = None
     standings: dict[nn.Module, Standing] = field(default_factory=dict)
     unended: int = 0
 
-    def move(self, state: State, reason: str = "") -> bool:
+    def move(self, state: State) -> bool:
         """Go to `state`. False if `MOVES` has no such way, because another thread was first."""
         with LOCK:
             if state not in MOVES[self.state]:
                 return False
-            self.state, self.reason = state, reason
+            self.state = state
             return True
 
     def arrive(self, code: Code) -> None:
@@ -248,9 +246,9 @@ class Kinds:
         """How many cases are served eager until their code arrives."""
         return sum(case.state is State.ORDERED for case in self)
 
-    def case(self, call: Call) -> tuple[Case, Code | None]:
+    def case(self, call: Call) -> tuple[Case, Code | None] | str:
         """The case of this call, made if it is new, and its code, which fits the call. Code that arrives later may
-        not."""
+        not. Why there is no case otherwise."""
         module, spec = call[0], CallSpec.of(call)
         with LOCK:
             covering, misfit = list[Case](), ""
@@ -264,11 +262,10 @@ class Kinds:
                 case.leave(module)
                 covering.append(case)
                 misfit = reason
-            case = Case(spec)
             if reason := self._why_none(module, spec, covering, misfit):
-                case.move(State.EAGER, reason)
-            else:
-                self._cases.setdefault(spec.without_sizes, []).append(case)
+                return reason
+            case = Case(spec)
+            self._cases.setdefault(spec.without_sizes, []).append(case)
             case.meet(module)
             return case, None
 

@@ -112,14 +112,14 @@ class Region:
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says."""
         if reason := why_eager(call[0]):
-            self.report.note_eager(f"eager: {reason}")
-            self._settle(call, like, None)
-            return self._serve_eager(call)
+            return self._stay_eager(call, like, f"eager: {reason}")
         self._moment.pass_by()
         found = attempt(self.source.kinds.case, call)
         if isinstance(found, Failure):
             self.report.note_eager(found.reason)
             return self._serve_eager(call)
+        if isinstance(found, str):
+            return self._stay_eager(call, like, found)
         case, code = found
         if case.move(State.CLAIMED):
             try:
@@ -128,6 +128,12 @@ class Region:
                 if case.state is State.CLAIMED:  # nothing was found, made or ordered
                     case.move(State.NEW)
         return self._serve_known(case, code, call, like)
+
+    def _stay_eager(self, call: Call, like: Any, reason: str) -> Any:
+        """Serve calls like this one by the model's own code, as long as that is `known`."""
+        self.report.note_eager(reason)
+        self._settle(call, like, None)
+        return self._serve_eager(call)
 
     def _serve_known(self, case: Case, code: Code | None, call: Call, like: Any) -> Any:
         """Serve a call of a case that is not new, by `code` if it may serve: that fits the call."""
@@ -142,8 +148,6 @@ class Region:
             else:
                 self._settle(call, like, case)
             return self._serve(case, code, call, like)
-        if state in (State.EAGER, State.GROWING):
-            self.report.note_eager(case.reason)
         # To look whether a call makes a tensor larger takes a millisecond, so one call of a prediction shows it.
         is_first = state is State.GROWING and (case not in self._moment.known or not self._moment.open)
         answer = self._serve_eager(call, case if is_first else None)

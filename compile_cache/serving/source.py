@@ -252,7 +252,7 @@ class Source:
 
     def give_up(self, case: Case, reason: str, state: State = State.EAGER) -> bool:
         """Serve a case's calls eager from now on. False if they are already."""
-        is_new = case.move(state, reason)
+        is_new = case.move(state)
         if is_new:
             self.report.note_eager(reason, case.spec)
             self.report.wait_for(self.kinds)
