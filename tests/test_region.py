@@ -162,6 +162,21 @@ def test_graphs_answer_while_another_thread_traces(shared):
     tracing.result()
 
 
+TRACED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "export": lambda module, x: torch.export.export(module, (x,)).graph_module.code,
+    "make_fx": lambda module, x: make_fx(module)(x).code,
+}
+
+
+@pytest.mark.parametrize("way", TRACED)
+def test_a_trace_of_a_module_after_ready_has_what_the_module_computes_and_no_more(shared, way):
+    """No code is tried in it: the trace would have the copies."""
+    module, x = build(Product), torch.ones(5, blocks.SIZE)
+    compiler = boot(shared, module)
+    warm_up(compiler, lambda: module(tensor()))
+    assert TRACED[way](module, x) == TRACED[way](build(Product), x)
+
+
 @torch.library.custom_op("compile_cache_tests::pause", mutates_args=())
 def pause(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
