@@ -39,13 +39,14 @@ TUNED_AGAIN = "the filter of stored kernels; warm boots may tune again"
 PRIVATE_NAMES = (
     PrivateNames("torch.nn.Module", "_call_impl _compiled_call_impl _parameters _buffers _modules", NO_CALL),
     PrivateNames("torch.utils", "_pytree _python_dispatch", NO_CALL),
+    PrivateNames("torch._C", "_len_torch_dispatch_stack", NO_CALL),
     PrivateNames("torch._ops", "OpOverload OpOverloadPacket", NO_CALL),
     PrivateNames("torch.UntypedStorage", "_cdata _share_cuda_ _new_shared_cuda", "comparisons, so all compiled code"),
     PrivateNames("torch", "Tensor._make_subclass _neg_view", NO_BACKGROUND),
     PrivateNames(
         "torch._C",
         "_get_fp32_precision_getter _get_sdp_priority_order _get_cublas_allow_fp16_reduced_precision_reduction "
-        "_get_cublas_allow_bf16_reduced_precision_reduction _len_torch_function_stack _len_torch_dispatch_stack",
+        "_get_cublas_allow_bf16_reduced_precision_reduction _len_torch_function_stack",
         NO_FUNCTION,
     ),
     PrivateNames("torch", "_fused_sdp_choice", NO_FUNCTION),

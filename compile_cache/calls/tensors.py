@@ -37,6 +37,9 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Call = tuple[nn.Module, Args, Kwargs]
 
+# How many dispatch modes there are in this thread.
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
 OWN_TENSORS = (Tensor, nn.Parameter)
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.
 STORAGE_ALIGNMENT_BYTES = 64

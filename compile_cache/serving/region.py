@@ -31,7 +31,7 @@ from compile_cache.calls.spec import (
     why_eager,
     with_plain_strides,
 )
-from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of, reachable_tensors
+from compile_cache.calls.tensors import Args, Call, Kwargs, count_dispatch_modes, overlaps_of, reachable_tensors
 from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, attempt, first_line, log
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
@@ -110,7 +110,13 @@ class Region:
                 known[key] = case, Parts(call[0])
 
     def _route(self, call: Call, like: Any) -> Any:
-        """Serve a call that has no short way, as the state of its case says."""
+        """Serve a call that has no short way, as the state of its case says.
+
+        A dispatch mode (`torch.export`, `make_fx`, FakeTensorMode, a counter) would take what is tried on a copy for
+        what the model computes.
+        """
+        if count_dispatch_modes():
+            return self._serve_eager(call)
         if reason := why_eager(call[0]):
             return self._stay_eager(call, like, f"eager: {reason}")
         self._moment.pass_by()
