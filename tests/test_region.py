@@ -6,9 +6,11 @@ The blocks multiply matrices, which compiles in half a second, without a C++ com
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -530,3 +532,16 @@ def test_a_module_of_which_only_a_method_is_called_is_unused_and_the_report_says
     compiler.name_unused()
     assert only_report(compiler).step == "unused"
     assert "nothing called it" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [None, CACHED], ids=["function", "graph"])
+def test_a_module_that_the_program_forgets_is_freed(shared, settings):
+    modules = [build(Product), build(Product)]
+    compiler = boot(shared, *modules, settings=settings)
+    warm_up(compiler, lambda: [one(tensor()) for one in modules])
+    close(predict(modules[0], tensor()), predict(modules[1], tensor()))
+    forgotten, other = weakref.ref(modules[0]), modules[1]
+    modules.clear()
+    gc.collect()
+    assert forgotten() is None
+    close(predict(other, tensor()), eager(build(Product), tensor()))
