@@ -9,6 +9,7 @@ import functools
 import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -326,15 +327,18 @@ def on_gpu(call: Call) -> bool:
 
 
 class _CompiledCall(functools.partial[Any]):
-    """A module's compiled call. It is pickled as None, also where a custom `__getstate__` includes it."""
+    """A module's compiled call. It is pickled as None, also where a custom `__getstate__` includes it.
+
+    It does not keep its module, which has it: what is kept of a module's parts shall not keep the module.
+    """
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
 def serve_by(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let `call(module, *args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
-    module._compiled_call_impl = _CompiledCall(call, module)
+    """Let `call(weakref.ref(module), *args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
+    module._compiled_call_impl = _CompiledCall(call, weakref.ref(module))
 
 
 def call_region(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:

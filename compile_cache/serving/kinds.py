@@ -9,6 +9,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -94,7 +95,7 @@ class Standing(enum.Enum):
 _PASSED = (Standing.PROVED, Standing.PASSED, Standing.SERVES)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Case:
     """Calls of one kind that one function fits, or will be made for. They have one state.
 
@@ -103,14 +104,14 @@ class Case:
     | `spec` | the first such call |
     | `state` | how its calls are served; `move` alone sets it |
     | `code` | what serves them, once it has arrived |
-    | `standings` | the instances that made such calls, those that called last at the end |
+    | `standings` | the instances that made such calls and still exist, those that called last at the end |
     | `unended` | how many comparisons have not ended since one did |
     """
 
     spec: CallSpec
     state: State = State.NEW
     code: Code | None = None
-    standings: dict[nn.Module, Standing] = field(default_factory=dict)
+    standings: WeakKeyDictionary[nn.Module, Standing] = field(default_factory=WeakKeyDictionary)
     unended: int = 0
 
     def move(self, state: State) -> bool:
@@ -179,17 +180,20 @@ class Case:
     @property
     def serves_any(self) -> bool:
         """Whether the code was compared on an instance, and passed."""
-        return any(standing in _PASSED for standing in list(self.standings.values()))
+        with LOCK:
+            return any(standing in _PASSED for standing in list(self.standings.values()))
 
     @property
     def has_passed(self) -> bool:
         """Whether the code was compared on every instance that is waited for."""
-        return self.serves_any and Standing.TO_COMPARE not in list(self.standings.values())
+        with LOCK:
+            return self.serves_any and Standing.TO_COMPARE not in list(self.standings.values())
 
     @property
     def is_proved(self) -> bool:
         """Whether the code was compared on every instance that ever made such a call, and may serve."""
-        standings = list(self.standings.values())
+        with LOCK:
+            standings = list(self.standings.values())
         return self.state in WITH_CODE and bool(standings) and all(standing in _PASSED for standing in standings)
 
     def is_to_compare(self, module: nn.Module) -> bool:

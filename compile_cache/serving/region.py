@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -60,7 +61,8 @@ class Region:
         self.source = Source(report, policy, rank)
         self._moment = policy.moment
         # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
-        self._functions: dict[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]] = {}
+        self._functions: weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]]
+        self._functions = weakref.WeakKeyDictionary()
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
 
@@ -70,7 +72,9 @@ class Region:
         self.report.instances = len(self._functions)
         serve_by(module, self._call)
 
-    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, of: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
+        module = of()
+        assert module is not None  # it is called
         moment, like, found = self._moment, None, None
         if (known := moment.known.get(module)) and (found := known.get(growth(args, kwargs))) is None:
             found = known.get(like := _likeness(args, kwargs))
@@ -326,7 +330,7 @@ class Region:
         with LOCK:
             case.unended = 0
             if is_proved := case.has_proved_code:
-                case.serve(list(self._functions))  # another thread may add one
+                case.serve([one for ref in self._functions.keyrefs() if (one := ref()) is not None])
             else:
                 case.standings[module] = Standing.PASSED
         moment = self._moment
