@@ -207,6 +207,19 @@ print(logging.getLogger("compile_cache").handlers)
     assert "a warning" not in done.stderr
 
 
+@pytest.mark.parametrize("level", ["INFO", "ERROR"])
+def test_a_level_that_the_program_sets_later_stays(tmp_path, level):
+    program = f"""
+import logging, compile_cache
+boot = compile_cache.boot("my-model")
+logging.basicConfig()
+logging.getLogger("compile_cache").setLevel(logging.{level})
+logging.getLogger("compile_cache").error("an error")
+assert logging.getLogger("compile_cache").level == logging.{level}
+"""
+    run(program, **settings(tmp_path, scope="off"))
+
+
 # Names
 
 
