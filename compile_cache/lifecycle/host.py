@@ -28,6 +28,8 @@ _SERVER = b"cog.server.http"
 # `cog serve` passes this option, and so do platforms that keep a server running.
 _KEPT_RUNNING = b"--await-explicit-shutdown"
 _SETUP_BUDGET_S = 240.0
+# INFO and what is above it: a level that no program sets, so that one that a program sets later is told from it.
+_SHOWN = logging.INFO - 1
 
 
 def resolve_cold_start(settings: Settings) -> Settings:
@@ -105,7 +107,7 @@ def show_log() -> None:
     """Print the library's lines to stderr, unless somebody has configured the logging."""
     if not log.hasHandlers() and log.level == logging.NOTSET:
         log.addHandler(_UntilConfigured())
-        log.setLevel(logging.INFO)
+        log.setLevel(_SHOWN)
 
 
 def log_to_container() -> None:
@@ -123,7 +125,8 @@ class _UntilConfigured(logging.StreamHandler[TextIO]):
         """Print a line. Once the root logger has a handler, step back."""
         if logging.getLogger().handlers:
             log.removeHandler(self)
-            log.setLevel(logging.NOTSET)
+            if log.level == _SHOWN:
+                log.setLevel(logging.NOTSET)
         else:
             super().emit(record)
 
