@@ -41,8 +41,8 @@ class Regions:
         self.policy = Policy(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
-        # Whether torch had graphs of no region in a warm-up; None before the first one.
-        self._has_met_others: bool | None = None
+        # Why nothing is compiled of a class that no warm-up called; empty before the first one.
+        self._why_unused = ""
         self._left_eager: dict[str, RegionReport] = {}
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self)))
 
@@ -117,15 +117,15 @@ class Regions:
         finally:
             policy.moment.pass_by()
             policy.compiles_until_s = None
-            self._has_met_others = self._has_met_others or self._graphs_of_others() > others
+            if self._why_unused != _INSIDE:
+                self._why_unused = _INSIDE if self._graphs_of_others() > others else _UNUSED
 
     def name_unused(self) -> None:
         """Report each class that no warm-up called, if there was one. Called at READY."""
-        unused = _INSIDE if self._has_met_others else _UNUSED
-        for region in list(self.by_class.values()) if self._has_met_others is not None else ():
+        for region in list(self.by_class.values()) if self._why_unused else ():
             if not region.served:
-                region.report.explain(unused)
-                log.warning("nothing of %s is compiled: %s", region.report.name, unused)
+                region.report.explain(self._why_unused)
+                log.warning("nothing of %s is compiled: %s", region.report.name, self._why_unused)
 
     def _graphs_of_others(self) -> int:
         """How many graphs torch has compiled or found for other code than the regions'."""
