@@ -82,6 +82,11 @@ class Policy:
             self.open({path for path in functions if any(mark in stored for mark in marks_of(path))})
 
     @property
+    def functions(self) -> Artifacts | None:
+        """The functions compiled ahead of time; None if torch's compiler is not imported, or if there can be none."""
+        return None if isinstance(self.artifacts, str) else self.artifacts
+
+    @property
     def is_warming_up(self) -> bool:
         """Whether calls are the warm-up's."""
         return self.compiles_until_s is not None
@@ -93,7 +98,7 @@ class Policy:
         until_s = self.compiles_until_s  # which another thread may set
         if until_s is None:
             return self.settings.unseen
-        can_wait = is_late and self._is_first_run and not isinstance(self.artifacts, str | None)
+        can_wait = is_late and self._is_first_run and self.functions is not None
         return "background" if can_wait or time.monotonic() > until_s else self.settings.cold_start
 
     def open(self, proved: Iterable[str] = ()) -> None:
@@ -129,7 +134,7 @@ class Policy:
         Raises:
             ImportError: this torch has other modules.
         """
-        if isinstance(artifacts := self.artifacts, str | None):
+        if (artifacts := self.functions) is None:
             return None
 
         def load() -> None:
@@ -140,10 +145,10 @@ class Policy:
 
     def makes_late(self, case: Case, call: Call) -> bool:
         """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come."""
-        if isinstance(self.artifacts, str | None) or self.settings.unseen != "background" or self._released.is_set():
+        if (artifacts := self.functions) is None or self.settings.unseen != "background" or self._released.is_set():
             return False
         self.configure()
-        paths = attempt(self.artifacts.unloaded, case.spec, call)
+        paths = attempt(artifacts.unloaded, case.spec, call)
         with LOCK:
             if isinstance(paths, Failure) or not paths or self._released.is_set() or not case.move(State.LATE):
                 return False
@@ -159,7 +164,7 @@ class Policy:
             if not cases:
                 self.look_again(*self._late_cases)
             self._wait_for_gap(lambda: bool(self.late))
-            if self.late and not isinstance(artifacts := self.artifacts, str | None):  # else the process ends
+            if self.late and (artifacts := self.functions) is not None:  # else the process ends
                 with noted("preload", "load after READY"):
                     attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
         self._load_in_calls()
@@ -184,10 +189,10 @@ class Policy:
 
     def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
-        if isinstance(self.artifacts, str | None):
+        if (artifacts := self.functions) is None:
             return ""
         self.configure()  # an artifact's name depends on these settings
-        found = attempt(self.artifacts.find, spec, call)
+        found = attempt(artifacts.find, spec, call)
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
@@ -196,8 +201,8 @@ class Policy:
 
     def mark_compared(self, path: str, is_late: bool) -> None:
         """Note for later boots that a function was compared on all instances, and whether they load it after READY."""
-        if not isinstance(self.artifacts, str | None):
-            marked = attempt(self.artifacts.mark_compared, path, is_late)
+        if (artifacts := self.functions) is not None:
+            marked = attempt(artifacts.mark_compared, path, is_late)
             # No owner's: a version that uses another's function has not compared it yet.
             if isinstance(marked, str):
                 self.outgoing.hand_over([marked], marked)
@@ -206,14 +211,14 @@ class Policy:
         """Use a record no more in this boot, and do not publish it."""
         for each in (path, *marks_of(path)):
             self.outgoing.withdraw(each)
-        if not isinstance(self.artifacts, str | None):
-            self.artifacts.reject(path, reason)
+        if (artifacts := self.functions) is not None:
+            artifacts.reject(path, reason)
 
     def record_to_trace(self, spec: CallSpec, call: Call) -> CachedRecord | None:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
-        if isinstance(self.artifacts, str | None) or not self.is_warming_up:
+        if (artifacts := self.functions) is None or not self.is_warming_up:
             return None
-        record = self.artifacts.cached(spec, call)
+        record = artifacts.cached(spec, call)
         if record is not None:
             self.outgoing.use(record.path, type(call[0]).__name__)
         return record
@@ -256,14 +261,14 @@ class Policy:
             orders.take(answer)
             return answer
         with noted("second process", f"{name}: load"):
-            if isinstance(self.artifacts, str | None):
+            if self.functions is None:
                 with self.making:
                     self.open()
             orders.take(answer)
-            if isinstance(self.artifacts, str | None):
-                raise ArtifactError(self.artifacts or "torch.compile is switched off, or cannot be imported")
+            if (artifacts := self.functions) is None:
+                raise ArtifactError(str(self.artifacts or "torch.compile is switched off, or cannot be imported"))
             self.configure()  # the call may have been ordered before torch's compiler was imported
-            return replace(answer, function=self.artifacts.arrive(answer.path))
+            return replace(answer, function=artifacts.arrive(answer.path))
 
     def _wait_for_gap(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Wait until no region was called for a moment, or for 2 s, as long as that `is_wanted`."""

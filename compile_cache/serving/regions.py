@@ -106,8 +106,8 @@ class Regions:
         process compiles for them."""
         policy = self.policy
         policy.configure()
-        if not isinstance(policy.artifacts, str | None):
-            policy.artifacts.forget_options()
+        if (artifacts := policy.functions) is not None:
+            artifacts.forget_options()
         policy.compiles_until_s = until_s
         policy.moment.conclude(is_whole=False)  # calls so far are of no round
         others = self._graphs_of_others()

@@ -117,8 +117,7 @@ class Source:
         log.info("compile.begin region=%s", self.report.name)
         started = time.perf_counter()
         graphs = self._graphs  # with this, the compiler is imported, and there are artifacts
-        artifacts = self.policy.artifacts
-        made = make(None if isinstance(artifacts, str) else artifacts, graphs, shadow.copied)
+        made = make(self.policy.functions, graphs, shadow.copied)
         assert made.traced is not None  # in this process
         self._hand_over(self.policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
