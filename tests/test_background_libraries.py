@@ -22,7 +22,6 @@ from compile_cache.background.orders import Order, Orders
 from compile_cache.inductor.make import Answer
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.stores.local import LocalStore
 
 KILLS = 50
 # About as long as the compiler and the linker take, and as long as the linker writes.
@@ -65,13 +64,12 @@ def broken(*libraries: Path) -> list[str]:
     return [libraries[0].name] if len(libraries) == 1 else [*broken(*halves[0]), *broken(*halves[1])]
 
 
-def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, monkeypatch, key, environment):
+def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, monkeypatch, local, key, environment):
     monkeypatch.setattr(orders_module, "_HANDLER", "background_handlers:make_library")
     monkeypatch.setattr(orders_module, "_ATTEMPTS", 1)
     monkeypatch.setenv("BACKGROUND_SOURCE", str(build_source(tmp_path)))
-    store = LocalStore(tmp_path / "store")
 
-    server, moments, left = Machine.at(tmp_path / "server", store, key, environment), random.Random(KILLS), []
+    server, moments, left = Machine.at(tmp_path / "server", local, key, environment), random.Random(KILLS), []
     released = threading.Event()
     released.set()
     orders = Orders(Settings(), server.directory, released)
@@ -92,7 +90,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
     finally:
         orders.queue.close()
     server.publish()
-    other = Machine.at(tmp_path / "other", store, key, environment)
+    other = Machine.at(tmp_path / "other", local, key, environment)
     other.restore()
     for here in (server.directory.path, other.directory.path):
         libraries = sorted(here.glob("*.so"))

@@ -78,9 +78,7 @@ def test_a_child_that_outlives_the_owner_does_not_own_the_directory(tmp_path):
 
 def test_the_folders_above_a_claimed_directory_are_made_and_what_was_left_over_is_removed(tmp_path):
     root = tmp_path / "a" / "b"
-    for folder in ("0", "0.inbox", "0.outbox"):
-        (root / folder / "deep").mkdir(parents=True)
-        (root / folder / "deep" / "file").write_text("left over")
+    write_files(root, {f"{folder}/deep/file": b"left over" for folder in ("0", "0.inbox", "0.outbox")})
     directory = CacheDirectory.claim(root)
     assert directory.path == root / "0"
     assert [list(folder.iterdir()) for folder in (directory.path, directory.inbox, directory.outbox)] == [[]] * 3
@@ -91,8 +89,7 @@ def test_the_folders_above_a_claimed_directory_are_made_and_what_was_left_over_i
 def test_a_file_in_the_way_is_a_cache_directory_error_that_names_the_remedy(tmp_path, in_the_way):
     root = tmp_path / "root"
     file = root / in_the_way
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("in the way")
+    write_files(root, {in_the_way: b"in the way"})
     with pytest.raises(CacheDirectoryError, match="Set COMPILE_CACHE_DIR to a writable folder") as caught:
         CacheDirectory.claim(root)
     assert str(root) in str(caught.value)
@@ -111,8 +108,7 @@ def test_a_folder_without_access_is_a_cache_directory_error(tmp_path):
 
 def test_a_link_in_the_way_is_refused_and_what_it_points_to_stays(tmp_path):
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "file").write_text("not ours")
+    write_files(elsewhere, {"file": b"not ours"})
     root = tmp_path / "root"
     root.mkdir()
     (root / "0").symlink_to(elsewhere)
@@ -166,8 +162,7 @@ def test_a_link_is_followed_only_where_link_and_target_are_ours(tmp_path, theirs
 def test_a_folder_of_other_things_keeps_its_mode_and_is_refused_where_others_can_replace_ours(tmp_path, before):
     """COMPILE_CACHE_DIR=/tmp must not shut everybody else out."""
     root = tmp_path / "root"
-    root.mkdir()
-    (root / "notes.txt").write_text("not ours")
+    write_files(root, {"notes.txt": b"not ours"})
     root.chmod(before)
     if before not in (0o755, 0o1777):
         with pytest.raises(CacheDirectoryError, match=r"other users can write to the cache directory.*COMPILE_CACHE"):
@@ -196,8 +191,7 @@ def test_activation_points_inductor_and_triton_into_the_directory(tmp_path):
 
 def test_a_scan_finds_every_artifact_with_its_time_and_no_locks_files_still_being_written_or_links(tmp_path):
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "file").write_text("not ours")
+    write_files(elsewhere, {"file": b"not ours"})
     directory = CacheDirectory.claim(tmp_path / "root")
     assert directory.scan() == {}
     (directory.path / "folder").symlink_to(elsewhere)

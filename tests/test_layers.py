@@ -12,6 +12,17 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 from models.text.layers import GatedMLP, TokenLinear, TokenNorm, use_token_layers
 
 
+def type_after(layer: nn.Module, given: torch.Tensor, **tolerance: float) -> type[nn.Module]:
+    """What the layer has become, which computes the same and has parameters of the same names."""
+    model = nn.Sequential(layer)
+    expected = model(given)
+    names = [name for name, _ in model.named_parameters()]
+    use_token_layers(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    torch.testing.assert_close(model(given), expected, **tolerance)
+    return type(model[0])
+
+
 def test_linear_layers_are_replaced_and_keep_their_weights():
     model = nn.Sequential(nn.Linear(8, 4), nn.ModuleDict({"inner": nn.Linear(4, 6, bias=False)}))
     weights = [parameter.data_ptr() for parameter in model.parameters()]
@@ -50,15 +61,8 @@ class OtherMlp(LlamaMLP):
 
 
 def test_a_gated_mlp_is_replaced_and_computes_the_same():
-    model = nn.Sequential(mlp())
-    given = [torch.randn(1, tokens, 16) for tokens in (1, 3)]
-    expected = [model(one) for one in given]
-    names = [name for name, _ in model.named_parameters()]
-    use_token_layers(model)
-    assert type(model[0]) is GatedMLP
-    assert [name for name, _ in model.named_parameters()] == names
-    for one, result in zip(given, expected, strict=True):
-        torch.testing.assert_close(model(one), result)
+    for tokens in (1, 3):
+        assert type_after(mlp(), torch.randn(1, tokens, 16)) is GatedMLP
 
 
 class OtherNorm(LlamaRMSNorm):
@@ -80,12 +84,7 @@ OTHERS = [mlp(OtherMlp), mlp(hidden_act="gelu"), mlp(mlp_bias=True), norm(OtherN
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_what_computes_something_else_is_left_alone(other):
-    model = nn.Sequential(other)
-    given = torch.randn(1, 1, 16)
-    expected = model(given)
-    use_token_layers(model)
-    assert type(model[0]) is type(other)
-    torch.testing.assert_close(model(given), expected)
+    assert type_after(other, torch.randn(1, 1, 16)) is type(other)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (1, 3, 16), (1, 1, 4, 16)])
@@ -95,12 +94,7 @@ def test_what_computes_something_else_is_left_alone(other):
 )
 def test_a_norm_is_replaced_and_computes_the_same(shape, norm_dtype, dtype):
     """A norm of another type than its input promotes."""
-    model = nn.Sequential(norm()).to(norm_dtype)
-    given = torch.randn(shape, dtype=dtype)
-    expected = model(given)
-    use_token_layers(model)
-    assert type(model[0]) is TokenNorm
-    torch.testing.assert_close(model(given), expected, atol=0, rtol=0)
+    assert type_after(norm().to(norm_dtype), torch.randn(shape, dtype=dtype), atol=0, rtol=0) is TokenNorm
 
 
 def test_vectors_without_a_batch_do_not_reach_the_operators():

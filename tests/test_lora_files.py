@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 from huggingface_hub import constants
+from machines import write_files
 from safetensors.numpy import save
 from web_servers import Certificates, answer, answering, make_certificates, running, tls
 
@@ -130,8 +131,7 @@ def handling(certified: Certificates, handle: Callable[[ssl.SSLSocket], None]) -
 def local(tmp_path: Path, certified: Certificates) -> LoraFiles:
     """With two local folders, of which one is a link."""
     for name in ("mine", "mine/sub", "real", "others"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.safetensors").write_bytes(LORA)
+        write_files(tmp_path / name, {"a.safetensors": LORA})
     (tmp_path / "link").symlink_to(tmp_path / "real")
     return made_files(tmp_path / "loras", certified, local=[tmp_path / "mine", tmp_path / "link"])
 

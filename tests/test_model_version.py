@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 from huggingface_hub import constants
+from machines import write_files
 from programs import run_program
 
 from compile_cache.key.model_version import has_common_name, hub_commit, model_name, model_version, split_revision
@@ -28,11 +29,9 @@ print(hub_commit("org/name", "some-branch"))
 def folder(tmp_path) -> Path:
     """A model's folder in the layout of a diffusers pipeline."""
     model = tmp_path / "my-model"
-    (model / "transformer").mkdir(parents=True)
-    (model / "model_index.json").write_text("{}")
-    (model / "transformer" / "config.json").write_text('{"layers": 2}')
+    configs = {"model_index.json": b"{}", "transformer/config.json": b'{"layers": 2}'}
+    write_files(model, {**configs, "extra.bin": b"weights"})
     write_safetensors(model / "transformer" / "model.safetensors", HEADER, b"\0" * 16)
-    (model / "extra.bin").write_bytes(b"weights")
     return model
 
 
@@ -40,8 +39,7 @@ def folder(tmp_path) -> Path:
 def source(tmp_path) -> Path:
     """The project's own code: a package."""
     package = tmp_path / "package"
-    package.mkdir()
-    (package / "model.py").write_text("x = 1\n")
+    write_files(package, {"model.py": b"x = 1\n"})
     return package
 
 
@@ -115,16 +113,14 @@ def test_weights_that_are_not_safetensors_inside_still_have_a_version(folder, co
 )
 def test_hidden_files_and_bytecode_and_other_files_beside_source_do_not_count(folder, source, tmp_path, name):
     before = version(folder, source)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("anything")
+    write_files(tmp_path, {name: b"anything"})
     assert version(folder, source) == before
 
 
 @pytest.mark.parametrize(("given", "changed"), [("", "model.py"), ("model.py", "model.py"), ("", "deeper/block.py")])
 def test_changed_or_new_source_in_a_folder_or_file_is_another_version(folder, source, given, changed):
     before = version(folder, source / given)
-    (source / changed).parent.mkdir(exist_ok=True)
-    (source / changed).write_text("x = 2\n")
+    write_files(source, {changed: b"x = 2\n"})
     assert version(folder, source / given) != before
 
 
@@ -135,9 +131,8 @@ def test_a_source_has_the_same_name_however_its_path_is_written(folder, source, 
 
 def test_another_version_of_a_traced_package_is_another_version(folder, tmp_path, monkeypatch):
     before = version(folder)
-    metadata = tmp_path / "site" / "diffusers-99.0.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 99.0\n")
+    metadata = b"Metadata-Version: 2.1\nName: diffusers\nVersion: 99.0\n"
+    write_files(tmp_path / "site", {"diffusers-99.0.dist-info/METADATA": metadata})
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert version(folder) != before
 
@@ -174,14 +169,12 @@ def references(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("revision", ["main", "refs/pr/1"])
 def test_a_downloaded_revision_is_the_commit_in_the_local_hub_cache(references, revision):
-    (references / revision).parent.mkdir(parents=True)
-    (references / revision).write_text(COMMIT)
+    write_files(references, {revision: COMMIT.encode()})
     assert hub_commit("org/name", revision) == COMMIT
 
 
 def test_the_default_revision_is_main(references):
-    references.mkdir(parents=True)
-    (references / "main").write_text(COMMIT)
+    write_files(references, {"main": COMMIT.encode()})
     assert version("org/name") == version(f"org/name@{COMMIT}")
 
 
@@ -204,9 +197,7 @@ def linked(folder: Path, name: str, target: Path) -> Path:
 def elsewhere(tmp_path) -> Path:
     """A folder outside the model's, as a component that several models share."""
     folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "block.py").write_text("x = 1\n")
+    write_files(folder, {"config.json": b"{}", "block.py": b"x = 1\n"})
     return folder
 
 

@@ -187,8 +187,7 @@ def test_the_warm_ups_calls_are_compiled_first(directory):
     compiler = background(directory, first, second)
     warm_up(compiler, lambda: second(tensor(4, 16)))
     eager(first, tensor(4, 16))
-    queued = sorted(compiler.policy.orders().queue._orders.queue)
-    assert [order.name.split()[0] for *_, order in queued] == ["Flagged", "Wide"]
+    assert [order.name.split()[0] for order in orders(compiler)] == ["Flagged", "Wide"]
 
 
 def test_what_waits_for_an_ending_waits_for_the_last_prediction_that_is_open():

@@ -13,7 +13,6 @@ from machines import read_files, write_files
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.stores.local import LocalStore
 
 FILES = 400
 NEW = ("12/new.best_config", "77/new.best_config")
@@ -33,10 +32,9 @@ def publish_all(store: CountingStore, folder: Path, changes: dict[str, bytes]) -
 
 
 @pytest.mark.parametrize("size_bytes", [200, 300_000])
-def test_beside_four_hundred_files_only_two_new_ones_are_sent(tmp_path, monkeypatch, size_bytes):
+def test_beside_four_hundred_files_only_two_new_ones_are_sent(tmp_path, monkeypatch, local, size_bytes):
     """Manifest and marker of use included."""
     monkeypatch.setattr("compile_cache.lifecycle.publisher._SPREAD_S", 0.0)
-    local = LocalStore(tmp_path / "store")
     files = {f"{number}/kernel{number}.best_config": os.urandom(2_000) for number in range(FILES)}
     publish_all(CountingStore(local), tmp_path / "first", files)
     counting = CountingStore(local)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from machines import write_files
 from marked_processes import Marked, wait_for
 from web_servers import answering
 
@@ -182,9 +183,7 @@ def test_a_folder_of_the_programs_own_comes_back_and_files_that_could_be_execute
 )
 def test_links_out_of_the_cache_directory_are_never_followed(marked, tmp_path, replaced):
     victim, links = tmp_path / "victim", [tmp_path / name for name in replaced]
-    (victim / "0").mkdir(parents=True)
-    for path in (victim / "passwd", victim / "0" / "passwd"):
-        path.write_text("SECRET")
+    write_files(victim, dict.fromkeys(("passwd", "0/passwd"), b"SECRET"))
     code = ""
     for link in links:
         target = victim / "passwd" if link.name == "file" else victim
@@ -260,9 +259,7 @@ def test_a_program_whose_run_is_killed_keeps_its_directory(marked, tmp_path):
 
 def test_the_key_has_the_packages_of_the_commands_own_python(marked, tmp_path):
     packages = tmp_path / "packages" / "torch"
-    packages.mkdir(parents=True)
-    (packages / "__init__.py").touch()
-    (packages / "version.py").write_text("__version__ = '9.9.9+other'\n")
+    write_files(packages, {"__init__.py": b"", "version.py": b"__version__ = '9.9.9+other'\n"})
     other, script = tmp_path / "python3", tmp_path / "serve"
     other.write_text(f'#!/bin/sh\nPYTHONPATH={packages.parent} exec {sys.executable} "$@"\n')
     script.write_text(f"#!{other}\n{WRITES}")

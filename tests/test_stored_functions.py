@@ -44,6 +44,14 @@ def made(shared):
     return shared
 
 
+def answers_right(directory, module_class, settings=None):
+    """The compiler of a boot after a warm-up of a module that answers as in eager."""
+    module = build(module_class)
+    compiler = boot(directory, module, settings=settings)
+    close(warm_up(compiler, lambda: module(tensor())), eager(build(module_class), tensor()))
+    return compiler
+
+
 def artifact_of(directory, module_class):
     """The one artifact of a class."""
     (path,) = [path for path in artifacts(directory) if module_class.__qualname__ in read_artifact(path)[0]["class"]]
@@ -170,10 +178,7 @@ def test_artifact_in_another_group_is_refused(restart):
 def test_damaged_artifact_costs_the_step_and_the_report_says_why(restart):
     path = artifact_of(restart, Block)
     path.write_bytes(path.read_bytes()[:-1])
-    block = build(Block)
-    compiler = boot(restart, block)
-    close(warm_up(compiler, lambda: block(tensor())), eager(build(Block), tensor()))
-    report = only_report(compiler)
+    report = only_report(answers_right(restart, Block))
     assert (report.step, report.loaded) == ("cached", 0)
     assert "not precompiled: it is damaged" in report.reason
     again = build(Block)
@@ -251,9 +256,7 @@ def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(re
 
 def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, restart, monkeypatch):
     monkeypatch.setitem(blocks.CHEATS, "now", True)
-    module = build(Cheating)
-    compiler = boot(restart, module)
-    close(warm_up(compiler, lambda: module(tensor())), eager(build(Cheating), tensor()))
+    compiler = answers_right(restart, Cheating)
     assert only_report(compiler).step == "eager"
     new = {path.relative_to(restart.path).as_posix() for path in artifacts(restart)}
     old = {path.relative_to(made.path).as_posix() for path in artifacts(made)}
@@ -270,11 +273,9 @@ def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_
 def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(restart, module_class, reason):
     before = len(artifacts(restart))
     for step in ("cold", "cached"):
-        module = build(module_class)
-        compiler = boot(restart, module)
-        close(warm_up(compiler, lambda module=module: module(tensor())), eager(build(module_class), tensor()))
-        assert only_report(compiler).step == step
-        assert reason in only_report(compiler).reason
+        report = only_report(answers_right(restart, module_class))
+        assert report.step == step
+        assert reason in report.reason
     assert len(artifacts(restart)) == before
 
 
@@ -329,11 +330,9 @@ def test_with_freezing_nothing_is_made_or_stored_and_the_option_is_named(directo
     """The values of the weights would be constants of the code. Each boot is eager, as nothing stored would fit."""
     with torch._inductor.config.patch(freezing=True):
         for cold_start in ("block", "background"):
-            block = build(Block)
-            compiler = boot(directory, block, settings=Settings(cold_start=cold_start))
-            close(warm_up(compiler, lambda block=block: block(tensor())), eager(build(Block), tensor()))
-            assert only_report(compiler).step == "eager"
-            assert "torch._inductor.config.freezing" in only_report(compiler).reason
+            report = only_report(answers_right(directory, Block, Settings(cold_start=cold_start)))
+            assert report.step == "eager"
+            assert "torch._inductor.config.freezing" in report.reason
             assert not directory.scan()
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from filled_stores import ACTIONS, put_as_newest, set_age
+from machines import write_files
 from namespaces import as_nobody
 from programs import run_program
 from web_servers import answer, answering, forwarding, serving_folder, tls
@@ -398,8 +399,7 @@ def test_a_local_put_leaves_one_file_for_everyone_to_read_and_one_that_was_kille
 
 def test_only_regular_files_and_links_to_them_are_local_objects_and_no_other_file_holds_a_reader(tmp_path):
     folder = tmp_path / "v1"
-    folder.mkdir()
-    (folder / "object").write_bytes(b"content")
+    write_files(folder, {"object": b"content"})
     (folder / "link").symlink_to(folder / "object")
     os.mkfifo(folder / "fifo")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -447,8 +447,7 @@ def open_folder() -> Iterator[Path]:
 def test_a_put_removes_what_killed_writers_left_in_its_folder_a_day_ago(tmp_path, caplog):
     store = LocalStore(tmp_path)
     for name, days in {"v1/.tmp-old": 2, "v1/.tmp-new": 0.5, "v2/.tmp-elsewhere": 2, "v1/old": 2}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"half")
+        write_files(tmp_path, {name: b"half"})
         set_age(tmp_path, name, days, time.time())
     with caplog.at_level(logging.INFO, "compile_cache"):
         store.put("v1/object", b"content")
@@ -457,11 +456,10 @@ def test_a_put_removes_what_killed_writers_left_in_its_folder_a_day_ago(tmp_path
     assert str(tmp_path / "v1" / ".tmp-old") in caplog.text
 
 
-def test_a_local_put_that_fails_names_the_remedy_and_leaves_no_temporary_file(tmp_path):
-    store = LocalStore(tmp_path / "store")
-    store.put("v1/object/below", b"")
+def test_a_local_put_that_fails_names_the_remedy_and_leaves_no_temporary_file(local, tmp_path):
+    local.put("v1/object/below", b"")
     with pytest.raises(StoreError, match="set COMPILE_CACHE_STORE to a folder that can be used"):
-        store.put("v1/object", b"in the place of a folder")
+        local.put("v1/object", b"in the place of a folder")
     with pytest.raises(StoreError, match="set COMPILE_CACHE_STORE to a folder that can be used"):
         LocalStore(tmp_path / "store" / "v1" / "object" / "below").put("v1/object", b"")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["below"]

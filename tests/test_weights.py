@@ -25,6 +25,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import constants
+from machines import write_files
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -121,8 +122,7 @@ def snapshot(folder, tmp_path, monkeypatch) -> Path:
     for number, path in enumerate(snapshot.rglob("*.safetensors")):
         path.rename(repository / "blobs" / str(number))
         path.symlink_to(repository / "blobs" / str(number))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
+    write_files(repository, {"refs/main": COMMIT.encode()})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return snapshot
 
@@ -376,8 +376,7 @@ def test_a_file_that_cannot_be_read_stops_the_plan(folder, monkeypatch, caplog):
 def test_odd_revisions_have_no_local_folder(tmp_path, monkeypatch, revision):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
-    (tmp_path / "models--org--name" / "refs").mkdir()
-    (tmp_path / "models--org--name" / "refs" / "main").write_bytes(b"\xff")
+    write_files(tmp_path, {"models--org--name/refs/main": b"\xff"})
 
     assert local_folder("org/name", revision) is None
     assert local_folder("x" * 300, revision) is None
@@ -467,8 +466,7 @@ def test_a_hub_id_loads_from_the_hubs_cache_alone(folder, snapshot, monkeypatch)
 
 
 def test_other_folders_of_a_model_are_not_read(folder):
-    (folder / "vae" / "onnx").mkdir()
-    (folder / "vae" / "onnx" / "config.json").write_text("{}")
+    write_files(folder, {"vae/onnx/config.json": b"{}"})
 
     assert need_no_cast(folder / "vae")
 
