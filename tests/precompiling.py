@@ -63,10 +63,10 @@ def warm_up(compiler: Regions, call: Callable[[], Any], until_s: float = math.in
         return call()
 
 
-def warmed(directory: CacheDirectory, module: nn.Module, settings: Settings | None = None) -> Regions:
-    """A boot's compiler after a warm-up that calls the module once, with `tensor()`."""
-    compiler = boot(directory, module, settings=settings)
-    warm_up(compiler, lambda: module(tensor()))
+def warmed(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None, times: int = 1) -> Regions:
+    """A boot's compiler after a warm-up that calls each module so many times, with `tensor()`."""
+    compiler = boot(directory, *modules, settings=settings)
+    warm_up(compiler, lambda: [module(tensor()) for module in modules for _ in range(times)])
     return compiler
 
 

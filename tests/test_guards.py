@@ -12,7 +12,7 @@ import blocks
 import pytest
 import torch
 from blocks import SIZE
-from precompiling import boot, build, eager, only_report, tensor, warm_up
+from precompiling import build, eager, only_report, tensor, warmed
 from torch import nn
 
 from compile_cache.calls.description import describe
@@ -125,8 +125,7 @@ CHANGES: dict[str, Callable[[Paired], object]] = {
 
 def test_what_torch_has_no_stored_guard_for_is_seen_by_the_next_call(directory):
     block = build(Paired)
-    compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="eager"))
-    warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
+    compiler = warmed(directory, block, settings=Settings(cold_start="block", unseen="eager"), times=2)
     assert only_report(compiler).step == "cold"
     (region,) = compiler.by_class.values()
     for name, change in CHANGES.items():

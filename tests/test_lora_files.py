@@ -88,6 +88,12 @@ def serve(ports: dict[str, int], certified: Certificates) -> Iterator[Serve]:
         yield start
 
 
+@pytest.fixture
+def served(serve: Serve) -> Any:
+    """A server that gives the LoRA at ADDRESS, and at every other path."""
+    return serve("loras.example", answer("200 OK", LORA))
+
+
 def redirect(address: str) -> bytes:
     return answer("302 Found", Location=address)
 
@@ -206,8 +212,7 @@ def test_an_address_is_downloaded_once_and_a_kept_file_needs_no_network(files, t
     assert path_of(made_files(tmp_path / "loras", certified), CIVITAI, None, "another") == path
 
 
-def test_the_query_is_sent_and_distinguishes(files, serve):
-    served = serve("loras.example", answer("200 OK", LORA))
+def test_the_query_is_sent_and_distinguishes(files, served):
     assert path_of(files, ADDRESS + "?key=a%20b") != path_of(files, ADDRESS + "?key=c d")
     asked = [request.split()[1] for request in served.requests]
     assert asked == ["/lora.safetensors?key=a%20b", "/lora.safetensors?key=c%20d"]
@@ -303,10 +308,9 @@ def test_one_private_address_of_a_host_is_enough(files, monkeypatch):
     assert "private network" in refusal(files, ADDRESS)
 
 
-def test_the_connection_is_to_the_address_that_was_checked_and_to_no_proxy(files, serve, monkeypatch):
+def test_the_connection_is_to_the_address_that_was_checked_and_to_no_proxy(files, served, monkeypatch):
     """The host is looked up once, whatever a second look-up would give, and the environment names a proxy."""
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-    serve("loras.example", answer("200 OK", LORA))
     look_up = socket.getaddrinfo
     asked: list[str] = []
 
@@ -414,17 +418,15 @@ def test_a_server_that_sends_a_byte_at_a_time_is_left(files, tmp_path, certified
     assert left_in(tmp_path / "loras") == []
 
 
-def test_a_full_disk_is_an_error_in_words(files, tmp_path, serve, monkeypatch):
-    serve("loras.example", answer("200 OK", LORA))
+def test_a_full_disk_is_an_error_in_words(files, tmp_path, served, monkeypatch):
     write = Path.open
     monkeypatch.setattr(lora_files, "open", lambda _, mode: write(Path("/dev/full"), mode), raising=False)
     assert "No space left on device" in refusal(files, ADDRESS)
     assert left_in(tmp_path / "loras") == []
 
 
-def test_the_least_recently_used_files_are_evicted(tmp_path, certified, serve):
+def test_the_least_recently_used_files_are_evicted(tmp_path, certified, served):
     """And no other files of the folder."""
-    serve("loras.example", answer("200 OK", LORA))
     folder = tmp_path / "loras"
     files = made_files(folder, certified, most_bytes=3 * len(LORA))
     (folder / "mine.safetensors").write_bytes(LORA)
@@ -437,9 +439,8 @@ def test_the_least_recently_used_files_are_evicted(tmp_path, certified, serve):
     assert set(folder.iterdir()) == {first, third, fourth, folder / "mine.safetensors"}
 
 
-def test_the_files_of_one_request_are_kept_however_large_they_are(tmp_path, certified, serve):
+def test_the_files_of_one_request_are_kept_however_large_they_are(tmp_path, certified, served):
     """Also one that was there before the other came, and the only one of a request."""
-    serve("loras.example", answer("200 OK", LORA))
     files = made_files(tmp_path, certified, most_bytes=1)
     first, second, third = (f"https://loras.example/{number}.safetensors" for number in range(3))
     assert all(path.exists() for path in files.paths([first, second]))
@@ -448,17 +449,15 @@ def test_the_files_of_one_request_are_kept_however_large_they_are(tmp_path, cert
     assert files.paths([first]) == left_in(tmp_path)
 
 
-def test_a_folder_that_was_deleted_is_made_again(files, tmp_path, serve):
-    serve("loras.example", answer("200 OK", LORA))
+def test_a_folder_that_was_deleted_is_made_again(files, tmp_path, served):
     path_of(files, ADDRESS)
     shutil.rmtree(tmp_path / "loras")
     assert path_of(files, ADDRESS).read_bytes() == LORA
 
 
 @pytest.fixture
-def read_only(certified: Certificates, serve: Serve) -> Iterator[LoraFiles]:
+def read_only(certified: Certificates, served: Any) -> Iterator[LoraFiles]:
     """A folder with the LoRA of ADDRESS, which everybody may read and nobody write."""
-    serve("loras.example", answer("200 OK", LORA))
     with TemporaryDirectory() as folder:
         path_of(made_files(Path(folder), certified), ADDRESS)
         os.chmod(folder, 0o555)

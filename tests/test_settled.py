@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import SIZE, Breaking, Weighted
-from precompiling import activated, boot, build, eager, only_report, prediction, tensor, warm_up
+from precompiling import activated, boot, build, eager, only_report, prediction, tensor, warm_up, warmed
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
@@ -241,8 +241,7 @@ def test_other_inputs_are_served_as_their_own_kind(served, other):
 def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_gone(directory):
     block, twin = build(Block), build(Block)
     handles = [module.register_forward_hook(double) for module in (block, twin)]
-    compiler = boot(directory, block, settings=Settings(cold_start="block"))
-    warm_up(compiler, lambda: [block(tensor()) for _ in range(3)])
+    compiler = warmed(directory, block, settings=Settings(cold_start="block"), times=3)
     assert "has a hook" in only_report(compiler).reason
     for handle in handles:
         handle.remove()
@@ -256,8 +255,7 @@ def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_g
 
 def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(directory):
     block = build(Block)
-    compiler = boot(directory, block, settings=PRECOMPILED)
-    warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
+    compiler = warmed(directory, block, settings=PRECOMPILED, times=2)
     remove = AT_ONCE["hook"](block)
     assert step_of(compiler, block) == "eager"
     remove()

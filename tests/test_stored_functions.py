@@ -361,10 +361,9 @@ def test_a_call_with_nested_tensors_is_eager_and_says_so(directory):
 
 def test_a_setup_traces_no_longer_than_its_time_allows(restart, monkeypatch):
     modules = build(Breaking), build(ReadsGlobalTensor)
-    warm_up(boot(restart, *modules), lambda: [module(tensor()) for module in modules])
+    warmed(restart, *modules)
     cached = Artifacts.cached
     monkeypatch.setattr(Artifacts, "cached", lambda *call: replace(cached(*call), seconds=7.0))
-    compiler = boot(restart, *modules, settings=Settings(cold_start="background", unseen="background"))
-    warm_up(compiler, lambda: [module(tensor()) for module in modules])
+    compiler = warmed(restart, *modules, settings=Settings(cold_start="background", unseen="background"))
     assert [report.step for report in compiler.reports] == ["cached", "eager"]
     assert "its graphs take 7 s to trace in the setup" in compiler.reports[1].reason

@@ -79,8 +79,7 @@ def many(directory, monkeypatch):
 
     monkeypatch.setattr(Orders, "take", take_and_look)
     blocks = [build(Product) for _ in range(6)]
-    compiler = boot(directory, *blocks, settings=BACKGROUND)
-    warm_up(compiler, lambda: [block(tensor(4, 16)) for block in blocks])
+    compiler = warmed(directory, *blocks, settings=BACKGROUND)
     finish(compiler)
     assert early == set()
     return blocks, compiler
