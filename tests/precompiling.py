@@ -70,6 +70,12 @@ def warmed(directory: CacheDirectory, *modules: nn.Module, settings: Settings | 
     return compiler
 
 
+def built(directory: CacheDirectory, kind: Callable[..., nn.Module], **options: Any) -> tuple[Any, Regions]:
+    """A module of this class, and the compiler of its boot after such a warm-up."""
+    module = build(kind)
+    return module, warmed(directory, module, **options)
+
+
 def finish(compiler: Regions) -> None:
     """Begin what waits for READY, and wait for all of it."""
     compiler.policy.release()

@@ -21,6 +21,7 @@ from documents import NEEDS, PROJECT, Block, anchors, blocks, codes, guides, lin
 from documents import source_texts as texts
 from filled_stores import put_pack, set_age
 from huggingface_hub import constants
+from machines import write_files
 from typer.testing import CliRunner
 from web_servers import answer, answering
 
@@ -61,11 +62,9 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             # Different content, so that a pack's name stands for one version.
             put_pack(LocalStore(root), key, {"ab/kernel.so": version.encode() * 100})
             set_age(root, key.prefix, 9.0 * number, time.time())
-    (folder / "predict.py").write_text("# a predictor\n")
-    (folder / "report.json").write_text(BootReport(restore=RestoreReport("hit")).to_json())
-    reference = folder / "hub" / "models--org--model" / "refs" / "<commit>"
-    reference.parent.mkdir(parents=True)
-    reference.write_text(COMMIT)
+    files = {"predict.py": "# a predictor\n", "hub/models--org--model/refs/<commit>": COMMIT}
+    files["report.json"] = BootReport(restore=RestoreReport("hit")).to_json()
+    write_files(folder, {path: content.encode() for path, content in files.items()})
     return folder
 
 

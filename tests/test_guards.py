@@ -12,7 +12,7 @@ import blocks
 import pytest
 import torch
 from blocks import SIZE
-from precompiling import build, eager, only_report, tensor, warmed
+from precompiling import build, built, eager, only_report, tensor
 from torch import nn
 
 from compile_cache.calls.description import describe
@@ -124,8 +124,7 @@ CHANGES: dict[str, Callable[[Paired], object]] = {
 
 
 def test_what_torch_has_no_stored_guard_for_is_seen_by_the_next_call(directory):
-    block = build(Paired)
-    compiler = warmed(directory, block, settings=Settings(cold_start="block", unseen="eager"), times=2)
+    _, compiler = built(directory, Paired, settings=Settings(cold_start="block", unseen="eager"), times=2)
     assert only_report(compiler).step == "cold"
     (region,) = compiler.by_class.values()
     for name, change in CHANGES.items():

@@ -26,7 +26,7 @@ from hostile_packs import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import read_files
+from machines import read_files, write_files
 
 from compile_cache.errors import PackError
 from compile_cache.storage.pack.manifest import check_paths, parse_manifest
@@ -152,8 +152,6 @@ def test_paths_that_are_let_through_can_all_be_written_and_are_where_they_say(pa
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
-        for path in paths:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(path)
+        write_files(folder, {path: path.encode() for path in paths})
         assert {path: (folder / path).resolve().read_text() for path in paths} == {path: path for path in paths}
         assert all(folder in (folder / path).resolve().parents for path in paths)

@@ -358,8 +358,7 @@ def test_the_warm_up_edits_as_many_images_as_requests_may_give(parts):
 
 def test_that_a_pipeline_needs_an_image_is_found_in_the_warm_up(parts):
     model = DiffusionModel(made_of(parts, edits), SIZES)
-    plan = model.warm_up_inputs()
-    for inputs in plan * 2:
+    for inputs in model.warm_up_inputs() * 2:
         model.try_out(inputs)
     with pytest.raises(ValueError, match="Other edits an image; give one"):
         model.pipeline_for(PICTURE)

@@ -92,6 +92,12 @@ def answer(queue: OrderQueue, content: bytes) -> Any:
     return made.answer.result(0)
 
 
+def finish(queue: OrderQueue) -> None:
+    """Begin what waits, and wait for all of it."""
+    queue.released.set()
+    assert queue.wait(PATIENCE_S)
+
+
 def has_process(queue: OrderQueue) -> bool:
     process = queue._process
     return process is not None and process.is_alive
@@ -104,8 +110,7 @@ def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_
         each.answer.add_done_callback(lambda _, name=each.name: done.append((name, threading.get_ident())))
     assert not held.wait(0.5)
     assert (held.waiting, started.processes) == (4, [])
-    held.released.set()
-    assert held.wait(PATIENCE_S)
+    finish(held)
     assert [name for name, _ in done] == ["1", "3", "2", "0"]
     assert [each.answer.result(0).content for each in orders] == [b"e" * number for number in range(4)]
     assert len({thread for _, thread in done} | {threading.get_ident()}) == 2
@@ -157,8 +162,7 @@ def test_order_that_fails_once_is_answered_by_a_new_process(queue, started, tmp_
 def test_order_that_fails_twice_is_given_up_and_not_the_next(make_queue, started, tmp_path, content, reason, processes):
     queue = make_queue(limit_s=4.0 if b"hang" in content else PATIENCE_S)
     bad, good = put(queue, content.replace(b"/tmp", str(tmp_path).encode()), order("echo", size=1))
-    queue.released.set()
-    assert queue.wait(PATIENCE_S)
+    finish(queue)
     assert re.search(reason, bad.answer.result(0).reason)
     assert good.answer.result(0).content == b"e"
     assert len(started.processes) == processes
@@ -173,8 +177,7 @@ def test_callback_that_fails_is_logged_and_one_may_make_the_next_order(held, cap
 
     first.answer.add_done_callback(fail)
     second.answer.add_done_callback(lambda _: later.extend(put(held, order("echo", size=2))))
-    held.released.set()
-    assert held.wait(PATIENCE_S)
+    finish(held)
     assert "no place for it" in caplog.text
     assert [each.answer.result(0).content for each in later] == [b"ee"]
 
@@ -186,8 +189,7 @@ def test_every_order_is_answered_when_no_process_can_be_prepared_and_a_later_one
         started.factory, words = fault, "could not prepare itself: LookupError"
     else:
         started.fault, words = fault, f"cannot be started: {type(fault).__name__}: {fault}"
-    held.released.set()
-    assert held.wait(PATIENCE_S)
+    finish(held)
     assert all(words in each.answer.result(0).reason for each in orders)
     assert len(started.processes) == (2 if isinstance(fault, str) else 0)
     started.factory, started.fault = "make_pickled", None

@@ -13,7 +13,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from blocks import SIZE, Block, Product
 from diffusers import hooks
 from diffusers.hooks import HookRegistry
-from precompiling import boot, build, eager, finish, only_report, prediction, tensor, warm_up, warmed
+from precompiling import boot, build, built, eager, finish, only_report, prediction, tensor, warm_up, warmed
 from torch import nn
 
 from compile_cache.background.orders import Orders
@@ -333,8 +333,7 @@ def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_o
 
 def arrived(directory: CacheDirectory, kind: type[nn.Module]) -> tuple[nn.Module, Regions]:
     """A block that the warm-up has called, and whose code has just arrived; and its boot."""
-    block = build(kind)
-    compiler = warmed(directory, block, settings=BACKGROUND)
+    block, compiler = built(directory, kind, settings=BACKGROUND)
     finish(compiler)
     return block, compiler
 
@@ -462,8 +461,7 @@ class Breaking(Product):
 
 def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directory):
     for _ in range(2):
-        block = build(Breaking)
-        compiler = warmed(directory, block, settings=BACKGROUND)
+        block, compiler = built(directory, Breaking, settings=BACKGROUND)
         assert compiler.policy.waiting == 1
         finish(compiler)
         answer(block, 4)
@@ -471,8 +469,7 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directo
         assert only_report(compiler).step == "eager"
         assert "a branch depends on the values of tensors" in only_report(compiler).reason
         compiler.policy.orders().queue.close()
-    block = build(Breaking)
-    compiler = warmed(directory, block, settings=BLOCK)
+    block, compiler = built(directory, Breaking, settings=BLOCK)
     assert only_report(compiler).step == "cold"
     assert "with graph breaks" in only_report(compiler).reason
 
@@ -495,8 +492,7 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
 
 
 def test_new_calls_are_eager_for_good_where_that_is_set(directory):
-    block = build(Product)
-    compiler = warmed(directory, block, settings=replace(BLOCK, unseen="eager"))
+    block, compiler = built(directory, Product, settings=replace(BLOCK, unseen="eager"))
     compiler.policy.release()
     for _ in range(2):
         answer(block, 5)
@@ -504,11 +500,9 @@ def test_new_calls_are_eager_for_good_where_that_is_set(directory):
 
 
 def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(directory):
-    block = build(Product)
-    compiler = warmed(directory, block, settings=BLOCK)
+    block, compiler = built(directory, Product, settings=BLOCK)
     warm_up(compiler, lambda: block(tensor(5, 16)))
-    block = build(Product)
-    compiler = warmed(directory, block, settings=BLOCK)
+    block, compiler = built(directory, Product, settings=BLOCK)
     before = read_counts()
     answer_all([block] * 2, 5)
     assert read_counts().since(before).graphs == 0
@@ -525,8 +519,7 @@ def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
 @pytest.fixture
 def varied(directory):
     """A block that compiles in the background, and calls of five sizes before the second process begins."""
-    block = build(Product)
-    compiler = warmed(directory, block, settings=BACKGROUND)
+    block, compiler = built(directory, Product, settings=BACKGROUND)
     for rows in (5, 6, 7, 8):
         answer(block, rows)
     return block, compiler
@@ -582,8 +575,7 @@ def break_off(block: Product, rows: int, error: type[BaseException]) -> None:
 
 
 def test_a_call_that_was_cancelled_is_ordered_next_time(directory):
-    block = build(Product)
-    compiler = warmed(directory, block, settings=BACKGROUND)
+    block, compiler = built(directory, Product, settings=BACKGROUND)
     break_off(block, 5, Cancelled)
     answer(block, 5)
     assert compiler.policy.waiting == only_report(compiler).waiting == 2
