@@ -394,8 +394,7 @@ def test_function_that_is_tuned_after_the_load_is_noticed(made, change):
 
 @pytest.mark.parametrize("change", ["closure variable", "keyword's default"])
 def test_function_that_is_tuned_after_the_load_answers_as_in_eager(restart, change):
-    module = build(Tunable)
-    compiler = warmed(restart, module)
+    module, compiler = precompiling.built(restart, Tunable)
     assert only_report(compiler).step == "precompiled"
     with TUNED[change](module):
         expected = eager(build(Tunable), tensor())
@@ -432,8 +431,7 @@ def test_what_torch_is_told_from_outside_is_part_of_what_is_compiled(made, switc
 
 
 def test_gradients_are_recorded_as_in_eager(restart):
-    block = build(Block)
-    warmed(restart, block)
+    block, _ = precompiling.built(restart, Block)
     with torch.enable_grad():
         block(torch.ones(4, blocks.SIZE)).sum().backward()
     gradient, block.first.grad = block.first.grad, None

@@ -8,7 +8,7 @@ import types
 
 import blocks
 import pytest
-from precompiling import activated, build, copied, only_report, warmed
+from precompiling import activated, built, copied, only_report
 
 from compile_cache.importable import find, reference, why_not
 
@@ -56,9 +56,7 @@ def test_code_from_the_hub_is_in_folders_named_after_commits(tmp_path, monkeypat
     for value in (module, module.Block, module.scaled):
         assert find(reference(value)) is value
     with activated(tmp_path / "first") as directory:
-        block = build(module.Block)
-        warmed(directory, block)
+        built(directory, module.Block)
         with copied(directory, tmp_path / "second") as restored:
-            block = build(module.Block)
-            compiler = warmed(restored, block)
+            _, compiler = built(restored, module.Block)
             assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 1)

@@ -67,6 +67,11 @@ def run(marked: Marked, *arguments: str | Path) -> subprocess.CompletedProcess[s
     return subprocess.CompletedProcess(arguments, running.returncode, out, err)
 
 
+def write_program(path: Path, content: bytes | str) -> None:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.chmod(0o755)
+
+
 def python(source: str) -> tuple[str, ...]:
     return "--", sys.executable, "-c", source
 
@@ -111,8 +116,7 @@ UNEXECUTABLE = {
 @pytest.mark.parametrize(("name", "content"), UNEXECUTABLE.values(), ids=UNEXECUTABLE)
 def test_a_command_that_cannot_be_executed_ends_with_126(marked, tmp_path, name, content):
     program, folder = tmp_path / name, tmp_path / "own"
-    program.write_bytes(content)
-    program.chmod(0o755)
+    write_program(program, content)
     done = run(marked, "--also", folder, "--", program)
     assert (done.returncode, done.stdout) == (126, "")
     assert done.stderr.splitlines()[-1].startswith(f"error: {program} cannot be executed: ")
@@ -126,8 +130,7 @@ SAYS_NOTHING = ["exit 3", "echo; exit 0", "exit 0", "echo no JSON", "echo '{}'",
 @pytest.mark.parametrize("body", [*SAYS_NOTHING, "kill -9 $$"])
 def test_a_python_that_cannot_say_its_environment_runs_without_a_cache(marked, tmp_path, body):
     other = tmp_path / "python3"
-    other.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 5\n{body}\n')
-    other.chmod(0o755)
+    write_program(other, f'#!/bin/sh\n[ "$1" = -c ] && exit 5\n{body}\n')
     done = run(marked, "--", other, "-c", "")
     assert done.returncode == 5
     (line,) = done.stderr.splitlines()
@@ -261,10 +264,8 @@ def test_the_key_has_the_packages_of_the_commands_own_python(marked, tmp_path):
     packages = tmp_path / "packages" / "torch"
     write_files(packages, {"__init__.py": b"", "version.py": b"__version__ = '9.9.9+other'\n"})
     other, script = tmp_path / "python3", tmp_path / "serve"
-    other.write_text(f'#!/bin/sh\nPYTHONPATH={packages.parent} exec {sys.executable} "$@"\n')
-    script.write_text(f"#!{other}\n{WRITES}")
-    for path in (other, script):
-        path.chmod(0o755)
+    write_program(other, f'#!/bin/sh\nPYTHONPATH={packages.parent} exec {sys.executable} "$@"\n')
+    write_program(script, f"#!{other}\n{WRITES}")
     assert run(marked, "--", script).returncode == 0
     (record,) = (tmp_path / "store").rglob("environment.json")
     assert json.loads(record.read_text())["torch"] == "9.9.9+other"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import SIZE, Breaking, Weighted
-from precompiling import activated, boot, build, eager, only_report, prediction, tensor, warm_up, warmed
+from precompiling import activated, boot, build, built, eager, only_report, prediction, tensor, warm_up, warmed
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
@@ -254,8 +254,7 @@ def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_g
 
 
 def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(directory):
-    block = build(Block)
-    compiler = warmed(directory, block, settings=PRECOMPILED, times=2)
+    block, compiler = built(directory, Block, settings=PRECOMPILED, times=2)
     remove = AT_ONCE["hook"](block)
     assert step_of(compiler, block) == "eager"
     remove()

@@ -38,8 +38,7 @@ close = torch.testing.assert_close
 def made(shared):
     """A cache directory in which a cold boot has made two artifacts. Tests leave it as it is."""
     block, batched = build(Block), build(Batched)
-    compiler = boot(shared, block, batched)
-    warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
+    warm_up(boot(shared, block, batched), lambda: [block(tensor()), batched(tensor(1, 4, 16))])
     assert len(artifacts(shared)) == 2
     return shared
 
@@ -305,8 +304,7 @@ def test_artifact_of_other_weights_serves(made):
 
 def test_two_boots_write_the_same_names_whatever_they_have_compiled_before(made, directory):
     batched, block = build(Batched), build(Block)
-    compiler = boot(directory, batched, block)
-    warm_up(compiler, lambda: [batched(tensor(1, 4, 16)), block(tensor())])
+    warm_up(boot(directory, batched, block), lambda: [batched(tensor(1, 4, 16)), block(tensor())])
     assert [path.name for path in artifacts(directory)] == [path.name for path in artifacts(made)]
 
 
