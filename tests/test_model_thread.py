@@ -154,7 +154,6 @@ def test_no_call_leaves_an_exception_that_python_looks_for_from_then_on(model, c
     if cancels:
         began = threading.Event()
         Caller(model, lambda: (began.set(), time.sleep(0.2))).cancel()
-        assert began.is_set()
     assert model.call(profiled) == 4950
 
 

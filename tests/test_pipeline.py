@@ -14,14 +14,16 @@ from unittest import mock
 import diffusers
 import numpy
 import pytest
+import torch
 from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, FluxPipeline
 from diffusers.utils import BaseOutput
 from PIL import Image
+from pipelines import SHAPES, build_pipeline, check_picture, networks, save
 from programs import run_program
 
 from models.image.pictures import PictureFiles, open_picture
 from models.image.pipeline import DiffusionModel, ImageInputs, check_pipeline, find_picture_pipeline, ignored_inputs
-from models.image.settings import Size
+from models.image.settings import ImageSettings, Size
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 SIZES = [Size(64, 64), Size(96, 64)]
@@ -415,3 +417,20 @@ def test_folders_of_pictures_do_not_pile_up(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
     for folder in files._folders:
         folder.cleanup()
+
+
+TINY = SHAPES["tiny-sdxl"]
+
+
+def test_saved_sdxl_pipeline_loads_with_its_weights_and_draws_with_guidance_and_without(tmp_path):
+    written = build_pipeline(TINY, DEMO, torch.device("cpu"))
+    check_picture(written, TINY.checked_size)
+    save(written, tmp_path, TINY.max_shard_size)
+    model = DiffusionModel.load(str(tmp_path), None, ImageSettings(image_sizes=(Size(64, 64),)))
+    for name, network in networks(written).items():
+        loaded = networks(model._pipeline)[name].state_dict()
+        assert all(torch.equal(loaded[key], value.float()) for key, value in network.state_dict().items()), name
+    inputs = ImageInputs("a check", Size(64, 64), seed=0, num_inference_steps=2)
+    assert len(model.run(inputs).getcolors(maxcolors=64 * 64)) > 1
+    planned = [[inputs.guidance_scale for inputs in model.warm_up_inputs((), is_so)] for is_so in (False, True)]
+    assert planned == [[None, 1.0], [None]]

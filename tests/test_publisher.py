@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from machines import Machine, Watched
+import zstandard
+from containers import CountingStore, open_cache
+from machines import Machine, Watched, read_files, write_files
 from marked_processes import PATIENCE_S, wait_for
 
 from compile_cache.errors import StoreUnavailable
@@ -296,3 +299,40 @@ def test_what_is_withdrawn_after_it_was_packed_is_not_uploaded(start, tmp_path):
     assert started.publisher.wait(PATIENCE_S)
     assert packed
     assert started.report.files == 1
+
+
+# How much is sent when little has changed.
+
+MANY = 400
+NEW = ("12/new.best_config", "77/new.best_config")
+MORE_BYTES = 20_000
+
+
+def publish_all(store: CountingStore, folder: Path, changes: dict[str, bytes]) -> None:
+    """A boot that restores, writes `changes`, and publishes through its publisher to the end."""
+    cache = open_cache(store, folder)
+    cache.restore()
+    write_files(cache.directory.path, changes)
+    cache.hand_over()
+    publisher = Publisher(cache.publication, BootReport(), Settings(exit_budget_s=60.0))
+    publisher.start()
+    assert publisher.wait(60)
+    publisher.flush()
+
+
+@pytest.mark.parametrize("size_bytes", [200, 300_000])
+def test_beside_four_hundred_files_only_two_new_ones_are_sent(tmp_path, monkeypatch, local, size_bytes):
+    """Manifest and marker of use included."""
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._SPREAD_S", 0.0)
+    files = {f"{number}/kernel{number}.best_config": os.urandom(2_000) for number in range(MANY)}
+    publish_all(CountingStore(local), tmp_path / "first", files)
+    counting = CountingStore(local)
+    new = {path: os.urandom(size_bytes) for path in NEW}
+    publish_all(counting, tmp_path / "second", new)
+    sent_bytes = counting.uploaded_bytes
+    compressed_bytes = sum(len(zstandard.compress(content)) for content in new.values())
+    assert compressed_bytes < sent_bytes <= compressed_bytes + MORE_BYTES
+
+    cache = open_cache(local, tmp_path / "third")
+    cache.restore()
+    assert read_files(cache.directory.path) == {**files, **new}

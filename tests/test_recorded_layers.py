@@ -17,16 +17,9 @@ SPEECH = Path(__file__).parents[1] / "examples" / "speech"
 def whisper(device: str) -> WhisperForConditionalGeneration:
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "max_source_positions": 50}
     sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    tokens = {
-        "vocab_size": 100,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-        "init_std": 0.4,
-    }
+    tokens = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     torch.manual_seed(0)
-    return WhisperForConditionalGeneration(WhisperConfig(**sizes, **tokens)).to(device).eval()
+    return WhisperForConditionalGeneration(WhisperConfig(**sizes, **tokens, init_std=0.4)).to(device).eval()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import os
 import pickle
 import re
 import shutil
 import sys
+import threading
+import time
 import types
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +27,7 @@ from precompiling import activated, artifacts, boot, build, eager, find, loaded,
 
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
+from compile_cache.inductor import aot
 from compile_cache.inductor import function as precompiled
 from compile_cache.inductor import stored_functions as stored_artifacts
 from compile_cache.inductor.function import Precompiled
@@ -365,3 +370,39 @@ def test_a_setup_traces_no_longer_than_its_time_allows(restart, monkeypatch):
     compiler = warmed(restart, *modules, settings=Settings(cold_start="background", unseen="background"))
     assert [report.step for report in compiler.reports] == ["cached", "eager"]
     assert "its graphs take 7 s to trace in the setup" in compiler.reports[1].reason
+
+
+# The adapter to the private names of torch.
+
+
+@pytest.fixture
+def not_imported(monkeypatch):
+    """As if nothing of the package had been imported yet."""
+    for name in [name for name in sys.modules if name.startswith(("compile_cache.inductor.", "compile_cache.calls."))]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cu140", "3.0.0.dev1"])
+@pytest.mark.usefixtures("not_imported")
+def test_torch_that_was_not_tested_is_refused_by_the_import(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(ImportError, match=r"is not a tested release \(2\.11 to 2\.15\)"):
+        importlib.import_module("compile_cache.inductor.stored_functions")
+
+
+def test_a_fork_waits_until_no_thread_loads_a_function():
+    """Else torch stays changed in the child, which can load nothing more."""
+    loading = threading.Event()
+
+    def load() -> None:
+        with aot._alone:
+            loading.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert loading.wait(10)
+    if (child := os.fork()) == 0:
+        os._exit(not aot._alone.acquire(timeout=5))
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
