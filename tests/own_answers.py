@@ -16,6 +16,7 @@ import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,13 +105,17 @@ class AsksForTheType(Product):
         return self.product(x) if type(x) is torch.Tensor else x
 
 
-class Named(NamedTuple):
-    first: str
-    second: str
+class Named(namedtuple("Named", "first second")):
+    def __new__(cls, first: str, second: str) -> Any:
+        assert first
+        return super().__new__(cls, first, second)
 
 
 class Text(str):
     pass
+
+
+Kind = Enum("Kind", {"ONE": ("one", 1)})
 
 
 def joined(name: str, token: str) -> str:
@@ -128,7 +133,7 @@ class Secretive(Product):
         super().__init__()
         self.own, self.unread = SECRET + "own", SECRET + "unread"
         self.config = SimpleNamespace(key=SECRET + "config", unread=SECRET + "beside", several=[SECRET + "listed"])
-        self.items = OrderedDict(key=SECRET + "item")
+        self.items = OrderedDict(key=SECRET + "item", kind=Kind.ONE)
         self.named = Named(SECRET + "named", SECRET + "unread name")
         self.partial = partial(joined, SECRET + "positional", token=SECRET + "keyword")
         self.closure = closed(SECRET + "closure")
@@ -137,6 +142,7 @@ class Secretive(Product):
     def forward(self, x: torch.Tensor) -> Any:
         read = (os.environ.get("OWN_SECRET"), self.own, self.config.key, self.config.several[0], self.items["key"])
         read += self.named.first, self.text, self.partial(), self.closure()
+        read += (SECRET,) if self.text == "text" or self.items["kind"].value[1] == 2 else ()
         return self.product(x) * (2.0 if SECRET in read else 1.0)
 
 

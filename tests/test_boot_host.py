@@ -151,9 +151,8 @@ def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path, argu
 IMPORT_AND_FAIL = """
 import contextlib, gc, importlib, sys
 import compile_cache
-boot = compile_cache.boot("my-model")
 importlib.import_module(sys.argv[1])
-with contextlib.suppress(ZeroDivisionError), boot.importing():
+with contextlib.suppress(ZeroDivisionError), compile_cache.boot("my-model").importing():
     collects = gc.isenabled()
     1 / 0
 print(collects, gc.isenabled(), gc.get_freeze_count() > 0)

@@ -62,6 +62,8 @@ def describe(value: Any) -> Description:
         return ["member", class_name(type(value)), value.name]
     if type(value) in _PLAIN or isinstance(value, _TORCH_CONSTANTS):
         return [type(value).__name__, repr(value)]
+    if isinstance(value, str):  # of a class of its own
+        return [class_name(type(value)), str.__repr__(value)]
     if isinstance(value, type):
         return ["class", class_name(value)]
     if (origin := typing.get_origin(value)) is not None:  # `int | None`, `list[int]`, `typing.Optional[int]`

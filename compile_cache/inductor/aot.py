@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import copyreg
 import dataclasses
+import enum
 import functools
 import importlib.util
 import io
@@ -241,13 +242,16 @@ class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
             return made_of
         reduced = super().reducer_override(value)
         is_by_name = isinstance(value, type) or (reduced is NotImplemented and isinstance(value, types.FunctionType))
-        if is_by_name or _is_of_guards(value):
+        if is_by_name or _is_of_guards(value) or isinstance(value, enum.Enum):  # its text is a constant of a source
             return reduced
         reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduced is NotImplemented else reduced
         if isinstance(reduced, str):
             return reduced
         made, arguments, state, listed, items = (*reduced, None, None, None)[:5]
-        if made is _NEW or isinstance(value, nn.Module | types.CellType):  # as a named tuple
+        if made is _NEW and isinstance(value, tuple | str | bytes):  # by no `__new__` of its own, which may want a text
+            base = next(kind for kind in (tuple, str, bytes) if isinstance(value, kind))
+            made, arguments = base.__new__, (type(value), without_texts(tuple(value)) if base is tuple else base())
+        elif made is _NEW or isinstance(value, nn.Module | types.CellType):
             arguments = without_texts(arguments)
         else:  # a text may be the name of a function
             arguments = tuple(part if isinstance(part, str | bytes) else without_texts(part) for part in arguments)
@@ -264,8 +268,9 @@ def _is_of_guards(value: Any) -> bool:
 
 def without_texts(value: Any) -> Any:
     """The value with an empty text in place of each text in it; what is no plain container stays as it is."""
-    if type(value) in (str, bytes):
-        return type(value)()
+    if isinstance(value, str | bytes) and not isinstance(value, enum.Enum):
+        base: Any = str if isinstance(value, str) else bytes
+        return base.__new__(type(value))
     if type(value) is dict:
         return {key: without_texts(part) for key, part in value.items()}
     return type(value)(map(without_texts, value)) if type(value) in (list, tuple, set, frozenset) else value

@@ -43,7 +43,7 @@ Check = Callable[[Inputs], bool]
 _BY_IDENTITY = frozenset(
     {"ID_MATCH", "FUNCTION_MATCH", "CLOSURE_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "NN_MODULE"}
 )
-_BY_VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"})
+_BY_VALUE = frozenset({"CONSTANT_MATCH", "CONSTANT_SUBCLASS_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"})
 _BY_LENGTH = frozenset({"SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT"})
 _BY_KEYS = frozenset({"DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"})
 _BY_CONTENT: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -355,7 +355,7 @@ class _Condition:
         elif type(value) in (float, complex):  # NaN is not equal to itself
             same = f"{expression} is {self._constant(value)}"
             term = f"({same} or {kind} and repr({expression}) == {self._constant(repr(value))})"
-        elif type(value) in (int, str, bytes):
+        elif type(value) is int or isinstance(value, str | bytes):
             term = f"{kind} and {expression} == {self._constant(value)}"
         elif type(value) in (tuple, list, set, frozenset) and all(type(part) is str for part in value):
             term = f"{kind} and {expression} == {self._constant(type(value)(value))}"

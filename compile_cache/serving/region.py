@@ -33,7 +33,16 @@ from compile_cache.calls.spec import (
     with_plain_strides,
 )
 from compile_cache.calls.tensors import Args, Call, Kwargs, count_dispatch_modes, overlaps_of, reachable_tensors
-from compile_cache.errors import ArtifactError, Failure, NoGraph, NotHandedOver, attempt, first_line, log
+from compile_cache.errors import (
+    ArtifactError,
+    CompileCacheError,
+    Failure,
+    NoGraph,
+    NotHandedOver,
+    attempt,
+    first_line,
+    log,
+)
 from compile_cache.inductor.counters import read_counts
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
@@ -73,8 +82,8 @@ class Region:
         serve_by(module, self._call)
 
     def _call(self, of: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
-        module = of()
-        assert module is not None  # it is called
+        if (module := of()) is None:
+            raise CompileCacheError("this module has the attributes of one that is gone: make it by copy.copy()")
         moment, like, found = self._moment, None, None
         if (known := moment.known.get(module)) and (found := known.get(growth(args, kwargs))) is None:
             found = known.get(like := _likeness(args, kwargs))
@@ -120,6 +129,7 @@ class Region:
         what the model computes.
         """
         if count_dispatch_modes():
+            self.report.explain("eager in a dispatch mode of torch, such as a counter or a trace")
             return self._serve_eager(call)
         if reason := why_eager(call[0]):
             return self._stay_eager(call, like, f"eager: {reason}")
