@@ -177,6 +177,7 @@ def test_a_trace_of_a_module_after_ready_has_what_the_module_computes_and_no_mor
     compiler = boot(shared, module)
     warm_up(compiler, lambda: module(tensor()))
     assert TRACED[way](module, x) == TRACED[way](build(Product), x)
+    assert "eager in a dispatch mode" in only_report(compiler).reason
 
 
 @torch.library.custom_op("compile_cache_tests::pause", mutates_args=())

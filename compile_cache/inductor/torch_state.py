@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from compile_cache.calls.spec import autocast_dtype
+from compile_cache.calls.tensors import count_dispatch_modes
 from compile_cache.errors import NotHandedOver
 from compile_cache.importable import find, reference, why_not
 
@@ -76,7 +77,7 @@ SWITCHES: Mapping[str, Callable[[], Any]] = {
     "autocast on CUDA": functools.partial(autocast_dtype, "cuda"),
     "default dtype": torch.get_default_dtype,
     "function modes": torch._C._len_torch_function_stack,
-    "dispatch modes": torch._C._len_torch_dispatch_stack,
+    "dispatch modes": count_dispatch_modes,
     "threads": torch.get_num_threads,
 }
 
