@@ -20,6 +20,7 @@ from served import InProcess, describe_machine
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
+from models.early_weights import EarlyWeights, local_folder
 from models.image.settings import ImageSettings
 from predict import Predictor, TextPredictor
 
@@ -120,8 +121,11 @@ class PicturePeer(Predictor):
         settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
         self.thread = compile_cache.ModelThread()
-        with compile_cache.boot(settings.model) as self.boot:
+        with compile_cache.boot(settings.model) as self.boot, EarlyWeights(local_folder(model, revision)) as early:
             with self.boot.importing():
+                import torch
+
+                early.begin(torch.device("cuda", 0))
                 from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
@@ -131,10 +135,9 @@ class PicturePeer(Predictor):
                 self._keeper.restore()
                 restored = kernels()
             with self.boot.timed("weights"):
-                self.model = DiffusionModel.load(model, revision, settings)
-            with self.boot.timed("compile_setup"):
-                compile_network(self.model.denoiser, self._way.compiles)
+                self.model = DiffusionModel.load(model, revision, settings, early)
             with self.boot.timed("warm_up"):
+                compile_network(self.model.denoiser, self._way.compiles)
                 for inputs in self.model.warm_up_inputs(settings.warm_up_sizes):
                     self.thread.call(self.model.run, inputs)
             with self.boot.timed("save"):
@@ -172,8 +175,11 @@ class TextPeer(TextPredictor):
     def setup(self) -> None:
         """Restore, load, warm up with a request like the later ones, save; READY when it returns."""
         model, revision = split_revision(os.environ["MODEL"])
-        with compile_cache.boot(model) as self.boot:
+        with compile_cache.boot(model) as self.boot, EarlyWeights(local_folder(model, revision)) as early:
             with self.boot.importing():
+                import torch
+
+                early.begin(torch.device("cuda", 0))
                 from models.text.model import AutoTokenizer, import_model, load_model
 
                 import_model(model, revision)
@@ -181,11 +187,10 @@ class TextPeer(TextPredictor):
                 self._keeper.restore()
                 restored = kernels()
             with self.boot.timed("weights"):
-                self.network = load_model(model, revision)
+                self.network = load_model(model, revision, early)
                 self._tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-            with self.boot.timed("compile_setup"):
-                self._arguments = generate_arguments(self._way.compiles)
             with self.boot.timed("warm_up"):
+                self._arguments = generate_arguments(self._way.compiles)
                 self._generate(self._warm_up["prompt"], self._warm_up["max_new_tokens"])
             with self.boot.timed("save"):
                 self._keeper.save()

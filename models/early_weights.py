@@ -304,6 +304,11 @@ class EarlyWeights:
                 thread.start()
                 self._thread = thread
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a thread copies, or has copied. Otherwise each weight is best loaded to the device at once."""
+        return self._thread is not None
+
     def _run(self, device: torch.device) -> None:
         import torch
 

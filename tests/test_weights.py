@@ -1,11 +1,10 @@
 """Early copies of weights: each weight takes the one that its own bytes were copied from, or stays as it was loaded.
 
-And weights that are moved: taken to a device as `from_pretrained` takes them, bit for bit.
+And pipelines that are loaded with them: as `from_pretrained` loads them, bit for bit.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import json
 import logging
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 from diffusers import DiffusionPipeline
@@ -33,7 +31,6 @@ from transformers import LlamaForCausalLM
 from models import early_weights
 from models.early_weights import EarlyWeights, local_folder, need_no_cast, read_header, weight_files
 from models.image.pipeline import load_pipeline
-from models.weights import move
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -382,7 +379,7 @@ def test_odd_revisions_have_no_local_folder(tmp_path, monkeypatch, revision):
     assert local_folder("x" * 300, revision) is None
 
 
-# What `from_pretrained` loads, and a move to a device.
+# What `from_pretrained` loads.
 
 
 def parts(pipeline: Any) -> dict[str, nn.Module]:
@@ -431,9 +428,10 @@ def check_pipeline(ours: Any, theirs: Any) -> None:
 def test_a_pipeline_is_what_from_pretrained_loads(saved, device):
     """Shards, tied weights and computed buffers included."""
     assert list(saved.glob("*/*.safetensors.index.json"))
-    assert need_no_cast(saved)
-
-    pipeline = load_pipeline(str(saved), None, torch.device(device, 0) if device == "cuda" else CPU)
+    place = torch.device(device, 0) if device == "cuda" else CPU
+    with EarlyWeights(saved) as early:
+        early.begin(place)
+        pipeline = load_pipeline(str(saved), None, place, early)
 
     check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(saved), dtype=torch.bfloat16, device_map=device))
     assert ties(pipeline.text_encoder_2)
@@ -447,9 +445,9 @@ def test_weights_in_half_precision_need_no_cast_to_it(folder):
 
 def test_weights_of_another_type_are_left_to_from_pretrained():
     """The demo model's text encoders are in fp32, the rest is in bf16."""
-    assert not need_no_cast(ROOT / "demo/flux-digits")
-
-    pipeline = load_pipeline(str(ROOT / "demo/flux-digits"), None, CPU)
+    with begun(ROOT / "demo/flux-digits") as early:
+        assert not early.has_begun
+        pipeline = load_pipeline(str(ROOT / "demo/flux-digits"), None, CPU, early)
 
     check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(ROOT / "demo/flux-digits"), dtype=torch.bfloat16))
 
@@ -457,7 +455,8 @@ def test_weights_of_another_type_are_left_to_from_pretrained():
 def test_a_hub_id_loads_from_the_hubs_cache_alone(folder, snapshot, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
-    pipeline = load_pipeline("org/name", None, CPU)
+    with begun(snapshot) as early:
+        pipeline = load_pipeline("org/name", None, CPU, early)
 
     assert pipeline.config["_name_or_path"] == "org/name"
     check_same(pipeline.transformer, DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16).transformer)
@@ -469,42 +468,3 @@ def test_other_folders_of_a_model_are_not_read(folder):
     write_files(folder, {"vae/onnx/config.json": b"{}"})
 
     assert need_no_cast(folder / "vae")
-
-
-class Odd(nn.Module):
-    """Tensors of every kind that a module may have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.large = nn.Parameter(torch.randn(1000, 37, generator=generator))
-        self.tied = self.large
-        self.transposed = nn.Parameter(torch.randn(5, 7, generator=generator).T)
-        self.frozen = nn.Parameter(torch.randn(3, generator=generator).to(torch.bfloat16), requires_grad=False)
-        self.scalar = nn.Parameter(torch.tensor(2.5))
-        self.empty = nn.Parameter(torch.empty(0, 4))
-        self.register_buffer("counts", torch.arange(11))
-        self.register_buffer("mask", torch.tensor([True, False]), persistent=False)
-        self.register_buffer("nothing", None)
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 4096, 8 << 20])
-def test_any_module_moves_as_it_is(piece_bytes, monkeypatch):
-    """Tied, transposed, empty and frozen tensors, whatever the size of the pieces."""
-    monkeypatch.setattr("models.weights._PIECE_BYTES", piece_bytes)
-    module = Odd().eval()
-    if piece_bytes == 1:
-        module.large = module.tied = nn.Parameter(torch.randn(3))
-    expected = copy.deepcopy(module)
-    parameter = module.large
-
-    move([module, module], CPU)
-
-    assert module.large is parameter
-    check_same(module, expected)
-
-
-def test_an_error_on_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr(numpy, "copyto", mock.Mock(side_effect=OSError("the disk is gone")))
-    with pytest.raises(OSError, match="the disk is gone"):
-        move([nn.Linear(4, 4)], CPU)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -23,11 +22,11 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import nn
 
-from models.early_weights import EarlyWeights, need_no_cast
+from models.early_weights import EarlyWeights
 from models.image.lora import Loras
 from models.image.pictures import fit
 from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
-from models.weights import leave_out_foreign_lines, move
+from models.weights import leave_out_foreign_lines
 
 _WARM_UP_STEPS = 2
 # What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take
@@ -90,18 +89,15 @@ def load_pipeline(model: str, revision: str | None, device: torch.device, early:
     """Load a pipeline in bf16 to `device` as `DiffusionPipeline.from_pretrained` does, with the copies that `early`
     has.
 
-    It is several times as fast if no weight needs a cast.
-
     Raises:
         OSError: there is no such folder or repository, or a file is missing or damaged.
     """
-    folder = model if os.path.isdir(model) else DiffusionPipeline.download(model, revision=revision)
-    if not need_no_cast(Path(folder)):  # then `early` has no copies
-        return DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.bfloat16, device_map=device.type)
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
-    pipeline.register_to_config(_name_or_path=model)
-    move([part for part in pipeline.components.values() if isinstance(part, nn.Module)], device, early)
-    return pipeline
+    load = partial(DiffusionPipeline.from_pretrained, model, revision=revision, dtype=torch.bfloat16)
+    if early is None or not early.has_begun:
+        return load(device_map=device.type)
+    pipeline = load()
+    early.give(pipeline.components.values())
+    return pipeline.to(device)
 
 
 class DiffusionModel:

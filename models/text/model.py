@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from models.early_weights import EarlyWeights, need_no_cast
+from models.early_weights import EarlyWeights
 from models.text.generation import Generator, Request
 from models.text.layers import most_positions
 from models.text.quantization import quantize
@@ -22,7 +20,7 @@ from models.text.sampling import Sampling
 from models.text.settings import TextSettings
 from models.text.steps import register
 from models.text.stream import TextStream
-from models.weights import leave_out_foreign_lines, move
+from models.weights import leave_out_foreign_lines
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +28,6 @@ _DEFAULT_NEW_TOKENS = 512
 # The default of transformers' `generate`.
 _DEFAULT_TOP_K = 50
 _WARM_UP_TOKENS = 4
-# The files that from_pretrained reads. A repository may also have other formats.
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-_OTHER_FILES = ("consolidated*", "original/*")
 # Settings of generation_config.json that `generate` follows but this module ignores, and their neutral values.
 _IGNORED = (
     "min_p",
@@ -192,8 +187,6 @@ class TextModel:
 def load_model(model: str, revision: str | None, early: EarlyWeights | None = None) -> PreTrainedModel:
     """Load a model to its device as `AutoModelForCausalLM.from_pretrained` does, with the copies that `early` has.
 
-    It is several times as fast if no weight needs a cast.
-
     Raises:
         OSError: there is no such folder or repository, or a file is missing or damaged.
         ValueError: the weights are quantized already.
@@ -205,18 +198,16 @@ def load_model(model: str, revision: str | None, early: EarlyWeights | None = No
             f"{model} is quantized already ({method}), for kernels that cannot be compiled here. Serve the original "
             "model with QUANTIZE=int8 or fp8."
         )
-    load = AutoModelForCausalLM.from_pretrained
+    load = partial(AutoModelForCausalLM.from_pretrained, model, revision=revision)
     if not torch.cuda.is_available():
-        return load(model, revision=revision, dtype=torch.float32)
-    patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
-    folder = Path(model if os.path.isdir(model) else snapshot_download(model, revision=revision, **patterns))
-    if _is_converted(config) or not need_no_cast(folder):
+        return load(dtype=torch.float32)
+    if early is None or not early.has_begun or _is_converted(config):
         if early is not None:
             early.drop()
-        return load(folder, dtype=torch.bfloat16, device_map="cuda")
-    loaded = load(folder, dtype=torch.bfloat16)
-    move([loaded], torch.device("cuda", torch.cuda.current_device()), early)
-    return loaded
+        return load(dtype=torch.bfloat16, device_map="cuda")
+    loaded = load(dtype=torch.bfloat16)
+    early.give([loaded])
+    return loaded.to("cuda")
 
 
 def _is_converted(config: Any) -> bool:
