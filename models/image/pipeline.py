@@ -461,7 +461,7 @@ def find_denoiser(pipeline: Any) -> tuple[str, nn.Module]:
 
 
 def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
-    """One sentence for each input that the pipeline ignores or changes."""
+    """One sentence for each input that the pipeline ignores."""
     parameters = inspect.signature(pipeline.__call__).parameters
     name = type(pipeline).__name__
     found = []
@@ -475,9 +475,4 @@ def ignored_inputs(pipeline: Any, denoiser: nn.Module) -> list[str]:
         found.append(f"{name} ignores guidance_scale: it has no such parameter")
     if "image" in parameters and "strength" not in parameters:
         found.append(f"{name} ignores prompt_strength: it edits an image as the prompt says")
-    if "max_area" in parameters:
-        area = parameters["max_area"].default
-        found.append(f"{name} takes only the aspect ratio from the requested size: it draws about {area} pixels")
-    if "use_resolution_binning" in parameters:
-        found.append(f"{name} may replace the requested size by a size of its training (use_resolution_binning)")
     return found
