@@ -108,7 +108,7 @@ def use_deep_paths(use: str) -> list[int]:
     if use == "check":
         check_paths(paths)
     else:
-        assert len(choose(packs)) == len(paths)
+        assert sum(map(len, choose(packs))) == len(paths)
     return [memory_bytes() - before]
 
 
@@ -134,9 +134,9 @@ def look_and_measure(folder: str, *trusted: str) -> list[int]:
         packs = PacksOfKey(store, key, Rules(trusted=TrustedKeys(trusted)))
         packs.refresh()
         selection = packs.select()
-        if not selection.files:
+        if not selection.needed:
             fetch(packs, directory.inbox)
-        return len(selection.files), len(selection.refused)
+        return sum(len(chosen) for _, chosen in selection.needed), len(selection.refused)
 
     look(CacheKey("nothing", "is", "stored"))
     before = begin_measuring()

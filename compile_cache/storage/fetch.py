@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,31 +25,18 @@ _MOST_LISTINGS = 5
 _MOST_PREDECESSORS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A file, and the number of the pack from which it is taken."""
-
-    pack: int
-    file: PackFile
+# The files that are taken from a pack, by path.
+Chosen = Mapping[str, PackFile]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The sum of a key's packs: the chosen file for each path, with the number of its pack in `packs`. `refused` packs
-    are left out. `size_bytes` counts against the limit."""
+    """The sum of a key's packs: those that have chosen files, and these. `refused` packs are left out. `size_bytes`
+    counts against the limit."""
 
-    packs: Sequence[StoredPack]
-    files: Mapping[str, Choice]
+    needed: Sequence[tuple[StoredPack, Chosen]]
     refused: tuple[RefusedPack, ...]
     size_bytes: int
-
-    @property
-    def needed(self) -> Sequence[tuple[StoredPack, set[str]]]:
-        """The packs that have chosen files, and the paths of these."""
-        needed: list[set[str]] = [set() for _ in self.packs]
-        for choice in self.files.values():
-            needed[choice.pack].add(choice.file.path)
-        return [(pack, paths) for pack, paths in zip(self.packs, needed, strict=True) if paths]
 
 
 class PacksOfKey:
@@ -155,9 +142,14 @@ class PacksOfKey:
             packs.append(pack)
             keys.update(file.key for file in new)
             size_bytes += more_bytes
-        files = choose([pack.head.manifest for pack in packs])
-        whole = {path: choice for path, choice in files.items() if not _lacks_binary(path, files)}
-        return Selection(packs, whole, (*(refused for refused, _ in self._refused.values()), *too_large), size_bytes)
+        chosen = choose([pack.head.manifest for pack in packs])
+        paths = set[str]().union(*chosen)
+        needed = []
+        for pack, files in zip(packs, chosen, strict=True):
+            if whole := {path: file for path, file in files.items() if not _lacks_binary(path, paths)}:
+                needed.append((pack, whole))
+        refused = [refused for refused, _ in self._refused.values()]
+        return Selection(needed, (*refused, *too_large), size_bytes)
 
     def room_beside(self, staged: Sequence[Pack]) -> Limits:
         """What the limits leave for one more pack beside those of this key and the `staged` ones; nothing if they have
@@ -180,9 +172,8 @@ class PacksOfKey:
             return str(error)
         if pack.stored_bytes > self.rules.limits.size_bytes:
             return f"it has {pack.stored_bytes} bytes; {self.rules.limits.size_bytes} are allowed"
-        manifests = [head.manifest for head in self._heads([*staged, pack])]
-        files = choose(manifests)
-        if len(pack.manifest.files) > sum(choice.pack == len(manifests) - 1 for choice in files.values()):
+        chosen = choose([head.manifest for head in self._heads([*staged, pack])])
+        if len(pack.manifest.files) > len(chosen[-1]):
             return "another file of its key has its path in another case, or has it as a folder"
         return ""
 
@@ -205,23 +196,23 @@ def candidates(own: PacksOfKey, writing: ReadableStore | None) -> Iterator[Packs
         yield from (PacksOfKey(writing, version.key, own.rules) for version in others[:_MOST_PREDECESSORS])
 
 
-def _lacks_binary(path: str, files: Mapping[str, object]) -> bool:
-    """Whether `path` is Triton's record of a kernel whose binary is not among `files`. Triton would trust the record
+def _lacks_binary(path: str, paths: Container[str]) -> bool:
+    """Whether `path` is Triton's record of a kernel whose binary is not among `paths`. Triton would trust the record
     and fail. Without the record it compiles the kernel."""
     folder, _, name = path.rpartition("/")
     if not (path.startswith("triton/") and name.startswith("__grp__")):
         return False
     kernel = name.removeprefix("__grp__").rpartition(".")[0]
-    return not any(f"{folder}/{kernel}{suffix}" in files for suffix in (".cubin", ".hsaco"))
+    return not any(f"{folder}/{kernel}{suffix}" in paths for suffix in (".cubin", ".hsaco"))
 
 
-def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
-    """The chosen file for each path. The packs are in the order of their listing.
+def choose(manifests: Sequence[Manifest]) -> list[dict[str, PackFile]]:
+    """The files that are taken from each pack, by path. The packs are in the order of their listing.
 
     For each logical key, the first pack that has it wins. Paths that clash with a chosen one (file against folder,
     case) are skipped.
     """
-    chosen: dict[str, Choice] = {}
+    chosen: list[dict[str, PackFile]] = [{} for _ in manifests]
     owners: dict[str, int] = {}
     folded: set[str] = set()
     folders: set[str] = set()
@@ -233,7 +224,7 @@ def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
             parents = {paths[folder] for folder in folders_of(path) if folder in paths}
             is_free = path not in folded and path not in folders and not parents & folded
             if is_free and owners.setdefault(file.key, number) == number:
-                chosen[file.path] = Choice(number, file)
+                chosen[number][file.path] = file
                 folded.add(path)
                 folders |= parents
     return chosen
@@ -241,10 +232,10 @@ def choose(manifests: Sequence[Manifest]) -> dict[str, Choice]:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified files, by their path inside the cache directory, which does not have them yet. Each lies in the inbox,
-    in the folder of its pack. They came from the objects `packs`."""
+    """Verified files: their owners, by the path inside the cache directory, which does not have them yet. Each lies in
+    the inbox, in the folder of its pack. They came from the objects `packs`."""
 
-    files: Mapping[str, Choice] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     packs: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
@@ -268,8 +259,7 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
     listings = 1
     while True:
         selection = packs.select()
-        needed = selection.needed
-        failures = _unpack(packs.store, inbox, needed) if inbox else ()
+        failures = _unpack(packs.store, inbox, selection.needed) if inbox else ()
         if not failures:
             break
         for pack, error in failures:
@@ -277,10 +267,14 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
         if any(isinstance(error, ObjectNotFound) for _, error in failures) and listings < _MOST_LISTINGS:
             listings += 1
             packs.refresh()
-    read = [group[-1].end - group[0].start for pack, paths in needed for group in _groups(pack, paths)]
-    stored_bytes = sum(pack.head.start for pack, _ in needed) + sum(read)
-    names, seconds = tuple(pack.entry.name for pack, _ in needed), time.perf_counter() - started
-    return Fetched(selection.files, names, selection.refused, stored_bytes, seconds)
+    owners: dict[str, str] = {}
+    stored_bytes = 0
+    for pack, chosen in selection.needed:
+        owners |= {path: file.owner for path, file in chosen.items()}
+        stored_bytes += pack.head.start
+        stored_bytes += sum(group[-1].end - group[0].start for group in _groups(pack, chosen))
+    names = tuple(pack.entry.name for pack, _ in selection.needed)
+    return Fetched(owners, names, selection.refused, stored_bytes, time.perf_counter() - started)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
@@ -290,7 +284,7 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
         OSError: the cache directory cannot be written.
     """
     if fetched.seeded_from:
-        directory.outgoing.plant({path: choice.file.owner for path, choice in fetched.files.items()})
+        directory.outgoing.plant(fetched.files)
     directory.outgoing.expect(fetched.files)
     for folder in directory.inbox.iterdir():
         _move_into(str(folder), str(directory.path))
@@ -307,15 +301,15 @@ def _move_into(source: str, target: str) -> None:
 
 
 def _unpack(
-    store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, set[str]]]
+    store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, Chosen]]
 ) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
-    """Unpack the runs that hold the given paths of each pack, each pack into its own folder of the emptied inbox.
+    """Unpack the runs that hold the chosen files of each pack, each pack into its own folder of the emptied inbox.
     Returns the packs that failed, with their errors."""
     make_empty(inbox)  # only what this round verifies is installed
     failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
-    def work(task: tuple[StoredPack, set[str], list[Run]]) -> None:
-        pack, paths, group = task
+    def work(task: tuple[StoredPack, Chosen, list[Run]]) -> None:
+        pack, chosen, group = task
         if pack.entry.name in failures:
             return
         sizes = [size_bytes for run in group for size_bytes in run.frame_sizes]
@@ -323,19 +317,19 @@ def _unpack(
         folder = inbox / os.path.basename(pack.entry.name).partition(".")[0]
         try:
             for run in group:
-                unpack_run(frames, run, folder, paths)
+                unpack_run(frames, run, folder, chosen)
         except (PackError, StoreError) as error:
             failures[pack.entry.name] = pack, error
 
-    in_daemon_threads(work, [(pack, paths, group) for pack, paths in needed for group in _groups(pack, paths)])
+    in_daemon_threads(work, [(pack, chosen, group) for pack, chosen in needed for group in _groups(pack, chosen)])
     return list(failures.values())
 
 
-def _groups(pack: StoredPack, paths: set[str]) -> Iterator[list[Run]]:
-    """The runs that hold the paths, with neighbours grouped into one request."""
+def _groups(pack: StoredPack, chosen: Chosen) -> Iterator[list[Run]]:
+    """The runs that hold the chosen files, with neighbours grouped into one request."""
     group: list[Run] = []
     for run in runs(pack.head):
-        if not any(file.path in paths for file in run.files):
+        if not any(file.path in chosen for file in run.files):
             continue
         if group and (run.start != group[-1].end or run.end - group[0].start > READ_BYTES):
             yield group

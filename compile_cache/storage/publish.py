@@ -175,7 +175,9 @@ def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredP
     own = signer.public_key if signer else None
     found = {name: pack for name, pack in packs.known.items() if pack.head.signed_by == own}
     while True:
-        chosen = {path: choice.file for path, choice in choose([p.head.manifest for p in found.values()]).items()}
+        chosen: dict[str, PackFile] = {}
+        for files in choose([pack.head.manifest for pack in found.values()]):
+            chosen |= files
         missing = {file.key for path, file in chosen.items() if not _is_here(directory / path, file)}
         keys = {file.key for file in chosen.values()} - missing
         whole = {name: p for name, p in found.items() if all(file.key in keys for file in p.head.manifest.files)}
