@@ -93,29 +93,15 @@ def read_header(path: Path) -> dict[str, tuple[str, int, int]]:
     return {name: (dtype, start + begin, end - begin) for name, (dtype, begin, end) in places.items()}
 
 
-def need_no_cast(folder: Path, dtype: str = "bfloat16") -> bool:
-    """Whether all weights of a model or pipeline are in safetensors files, with floating-point weights of `dtype`.
-
-    `from_pretrained` casts, quantizes or unpickles other weights, on the CPU and in memory.
-    """
-    try:
-        configs = [json.loads((part / "config.json").read_text()) for part in _parts(folder)]
-        files = weight_files(folder)
-        stored = {name for path in files for name, _, _ in read_header(path).values()}
-    except Exception:  # from_pretrained has the better message for damaged files
-        return False
-    is_quantized = any("quantization_config" in config for config in configs)
-    return bool(files) and not is_quantized and all(name == _DTYPE_NAMES[dtype] for name in stored if "F" in name)
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that `from_pretrained` reads of a model's or pipeline's folder, if each part has one file
-    or one index, and the files are there; else none."""
+    or one index, and the files are there; else none. It quantizes or unpickles others, on the CPU and in memory."""
     found: list[Path] = []
     for part in _parts(folder):
         single = [part / name for name in _SINGLE_FILES if (part / name).is_file()]
         indexes = list(part.glob("*.safetensors.index.json"))
-        if len(single) + len(indexes) != 1:
+        is_quantized = "quantization_config" in json.loads((part / "config.json").read_text())
+        if is_quantized or len(single) + len(indexes) != 1:
             return []
         for index in indexes:
             single = [part / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -253,8 +239,8 @@ class EarlyWeights:
         self._reading: deque[Future[None]] = deque()
         self._readers = ThreadPoolExecutor(_READERS, "read weights")
         with self._degrading("plan early copies of weights"):
-            if folder is not None and need_no_cast(folder, dtype):
-                self._chunks = self._plan(weight_files(folder), chunk_bytes)
+            self._chunks = self._plan(weight_files(folder), _DTYPE_NAMES[dtype], chunk_bytes) if folder else []
+            if self._chunks:
                 # It takes up to 1 s, in which torch lets no other thread run. It reads CUDA's variables.
                 os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does
                 self._readers.submit(lambda: ctypes.CDLL("libcuda.so.1").cuInit(0))
@@ -269,10 +255,13 @@ class EarlyWeights:
     ) -> None:
         self.drop()
 
-    def _plan(self, paths: list[Path], chunk_bytes: int) -> list[_Chunk]:
+    def _plan(self, paths: list[Path], dtype: str, chunk_bytes: int) -> list[_Chunk]:
+        """The chunks of these files; none if a weight is cast, or if transformers makes one of all experts' weights."""
         headers = {os.path.realpath(path): read_header(path) for path in paths}
-        if any(".experts." in name for header in headers.values() for name in header):
-            return []  # transformers makes one weight of all experts'
+        for header in headers.values():
+            for name, (kind, _, _) in header.items():
+                if ".experts." in name or ("F" in kind and kind != dtype):
+                    return []
         chunks = []
         for path, header in headers.items():
             self._files[path] = _identity(os.stat(path))
