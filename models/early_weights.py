@@ -50,7 +50,7 @@ _AHEAD = 24
 _READERS = 8
 _READ_BYTES = 32 << 20
 # What copies of weights leave free on the GPU, for predictions and for the second process.
-SPARE_BYTES = 4 << 30
+_SPARE_BYTES = 4 << 30
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
 _LEAST_TAKEN = 0.9
 # A private mapping of a file in proc_pid_smaps(5) that nobody has written to: addresses, offset and path.
@@ -315,7 +315,7 @@ class EarlyWeights:
         began = time.perf_counter()
         sizes = [count for _, count in self._tensors]
         on_gpu = device.type == "cuda"
-        if on_gpu and torch.cuda.mem_get_info(device)[0] < sum(sizes) + SPARE_BYTES:
+        if on_gpu and not gpu_has_room(sum(sizes)):
             return
         # torch's allocator splits up this one large block. One call, instead of thousands that wait for the thread that
         # imports, makes all tensors, each with memory of its own.
@@ -396,6 +396,14 @@ class EarlyWeights:
         except Exception as error:  # the first line only: torch adds many, and a record would keep all copies alive
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             log.info("weights.early_failed Could not %s, so they load later. %s", what, reason)
+
+
+def gpu_has_room(size_bytes: int) -> bool:
+    """Whether the GPU has room for copies of weights, and 4 GiB beside them."""
+    import torch
+
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return free_bytes > size_bytes + _SPARE_BYTES
 
 
 def use_first(device: torch.device) -> None:

@@ -1,13 +1,10 @@
-"""What both families do around the loading of weights."""
+"""What the loading of weights leaves out of the log."""
 
 from __future__ import annotations
 
 import logging
 
-import torch
 from transformers.utils.logging import set_tqdm_hook
-
-from models.early_weights import SPARE_BYTES
 
 
 def leave_out_foreign_lines() -> None:
@@ -20,9 +17,3 @@ def leave_out_foreign_lines() -> None:
     unwanted = "requires torchvision (not installed)"
     imports = logging.getLogger("transformers.utils.import_utils")
     imports.addFilter(lambda record: unwanted not in record.getMessage())
-
-
-def gpu_has_room(size_bytes: int) -> bool:
-    """Whether the GPU has room for copies of weights, and 4 GiB beside them."""
-    free, _ = torch.cuda.mem_get_info()
-    return free > size_bytes + SPARE_BYTES

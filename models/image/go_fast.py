@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.early_weights import gpu_has_room
 from models.kernels.float8 import check_float8, scaled_linear, to_float8
-from models.weights import gpu_has_room
 
 # The names of layers that see one row a picture: modulation, embeddings of the time and of the guidance. They multiply
 # little.

@@ -33,8 +33,8 @@ from diffusers.utils.state_dict_utils import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from models.early_weights import gpu_has_room
 from models.image.lora_files import LoraError
-from models.weights import gpu_has_room
 
 log = logging.getLogger(__name__)
 
