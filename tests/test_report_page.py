@@ -182,10 +182,9 @@ def test_bars_and_their_labels_stay_in_the_timeline_and_do_not_overlap(spans, re
         for bar in row:
             assert bar.left >= free_from - 0.21, "a bar is at least 0.2 percent wide, to be seen"
             free_from = bar.left + bar.width
-            if bar.label:
-                label_width = 0.7 * len(bar.label)
-                free_from = max(free_from, free_from + label_width if bar.is_label_beside else bar.left + label_width)
             assert free_from <= 100.001
+        ends = [*(bar.left for bar in row[1:]), 100.0]
+        assert all(0 <= bar.room <= end - bar.left + 0.21 for bar, end in zip(row, ends, strict=True))
 
 
 # Bad input

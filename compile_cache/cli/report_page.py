@@ -23,8 +23,6 @@ _LANES = ("setup", "regions", "preload", "restore", "publish", "second process")
 _MOST_IN_FULL = 20
 _MOST_ROWS = 6
 _MOST_TICKS = 8
-# The width of a label's character, in percent of a timeline.
-_CHARACTER = 0.74
 # The colour of a span: by lane and name, else by lane. A region's spans are named `class: what`.
 _KINDS = {"setup import": "import", "setup weights": "weights", "setup join": "wait", "setup warm_up": "warm-up"}
 _KINDS |= {"preload load": "load", "regions compile": "compile", "regions compile ahead": "ahead", "regions": "load"}
@@ -121,16 +119,15 @@ def lanes_of(report: BootReport) -> dict[str, list[list[Span]]]:
 
 
 class Bar(NamedTuple):
-    """A span in a timeline; places are percents. The label is empty where neither the bar nor the space after it has
-    room."""
+    """A span in a timeline; places are percents. Its label has `room` until the next bar, and is cut off there."""
 
     title: str
     seconds: float
     kind: str
     left: float
     width: float
+    room: float
     label: str
-    is_label_beside: bool
 
 
 def page_of(reports: Sequence[StoredReport], now_s: float) -> str:
@@ -226,13 +223,10 @@ def kind_of(span: Span) -> str:
 
 def _bars(row: Sequence[Span], window_s: float) -> Iterator[Bar]:
     """The spans of one row."""
-    starts = [*(100 * span.start_s / window_s for span in row), 100.0]
-    for span, left, next_left in zip(row, starts, starts[1:], strict=False):
-        left = min(left, 99.8)
+    ends_s = [*(span.start_s for span in row[1:]), window_s]
+    for span, end_s in zip(row, ends_s, strict=True):
+        left = min(100 * span.start_s / window_s, 99.8)
         width = max(0.2, min(100 * span.seconds / window_s, 100 - left))
-        what, seconds = span.name.rpartition(": ")[2], seconds_text(span.seconds)
-        texts = [f"{span.name} {seconds}", f"{what} {seconds}", what]
-        rooms = {False: width, True: next_left - left - width}
-        places = [(text, beside) for beside in rooms for text in texts if len(text) * _CHARACTER + 1 <= rooms[beside]]
         title = f"{span.name}: {span.seconds:.3f} s, from {span.start_s:.3f} s"
-        yield Bar(title, span.seconds, kind_of(span), left, width, *(places or [("", False)])[0])
+        label = f"{span.name} {seconds_text(span.seconds)}"
+        yield Bar(title, span.seconds, kind_of(span), left, width, 100 * end_s / window_s - left, label)
