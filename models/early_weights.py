@@ -177,23 +177,19 @@ class _Chunk:
         is_told = os.access(self._path, os.W_OK) and _libc().mincore(self._address, self._size, pages) == 0
         return is_told and b"\0" not in pages.raw
 
-    def copy(self, targets: list[torch.Tensor]) -> None:
-        """Begin to copy the pieces into `targets`, which hold bytes.
-
-        Raises:
-            RuntimeError: the memory cannot be pinned.
-        """
+    def copy(self, targets: list[torch.Tensor]) -> bool:
+        """Begin to copy the pieces into `targets`, which hold bytes. Returns whether their memory is pinned: a sandbox
+        may refuse that, and the driver then copies through memory of its own, which takes longer."""
         import torch
 
         if targets[0].is_cuda:
             error = torch.cuda.cudart().cudaHostRegister(self._address, self._size, _READ_ONLY)
-            if int(error):
-                raise RuntimeError(f"mapped files cannot be pinned here (CUDA error {int(error)})")
-            self._is_registered = True
+            self._is_registered = not int(error)
         skipped = self.pieces[0][2] - self._begin
         memory = torch.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), dtype=torch.uint8)
         sources = memory[skipped:].split_with_sizes([count for *_, count in self.pieces])
         torch._foreach_copy_(targets, list(sources), non_blocking=True)
+        return self._is_registered
 
     def close(self) -> None:
         """Release the memory, after the copying has ended."""
@@ -334,7 +330,7 @@ class EarlyWeights:
                     copies[tensor] if count == sizes[tensor] else copies[tensor][begin : begin + count]
                     for tensor, begin, _, count in chunk.pieces
                 ]
-                chunk.copy(targets)
+                is_pinned = chunk.copy(targets)
                 copying.append((chunk, torch.cuda.current_stream(device).record_event() if on_gpu else None))
                 if len(copying) > 1:
                     _end(*copying.popleft())
@@ -343,7 +339,8 @@ class EarlyWeights:
             for each in copying:
                 _end(*each)
         self._copies = {place: copy for (place, _), copy in zip(self._tensors, copies, strict=True)}
-        log.info("weights.early gb=%.1f seconds=%.2f", sum(sizes) / 1e9, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        log.info("weights.early gb=%.1f seconds=%.2f pinned=%s", sum(sizes) / 1e9, seconds, is_pinned)
 
     def give(self, modules: Iterable[Any]) -> None:
         """Let each weight of `modules` that is mapped from a file and was not changed since take its copy; free the

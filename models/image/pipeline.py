@@ -240,7 +240,8 @@ class DiffusionModel:
             if inputs.image_2 is not None:
                 message = f"IMAGES is 2, but {self._name} failed with two images; set IMAGES=1 ({error})"
                 raise ValueError(message) from error
-            if inputs.image is not None or not self.is_editing:
+            is_of_input = isinstance(error, AttributeError | TypeError | ValueError)
+            if inputs.image is not None or not (self.is_editing and is_of_input):
                 raise
             # Several pipelines of diffusers have an `image` that is optional in their signature alone.
             self._needs_image = True
