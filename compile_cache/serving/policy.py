@@ -220,7 +220,7 @@ class Policy:
             return None
         record = artifacts.cached(spec, call)
         if record is not None:
-            self.outgoing.use(record.path, type(call[0]).__name__)
+            self.outgoing.use(type(call[0]).__name__)
         return record
 
     def for_graphs(self) -> str:
