@@ -327,7 +327,7 @@ class Boot:
     def name_demoted(self) -> None:
         """Log each region that is served eager for good, once, with the reason."""
         for region in self.report.regions:
-            if region.settled == "eager" and region.name not in self._demoted:
+            if region.settled == "eager" and not region.is_left_eager and region.name not in self._demoted:
                 self._demoted.add(region.name)
                 log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
 

@@ -125,9 +125,10 @@ class BootReport:
         """The report as JSON, with the figures derived from it."""
         derived = ("compile_s", "fully_cached", "fully_precompiled")
         record = asdict(self) | {name: getattr(self, name) for name in derived}
-        for region in record["regions"]:
-            if region["relative_error"] == math.inf:
-                region["relative_error"] = "Infinity"
+        for region, told in zip(self.regions, record["regions"], strict=False):
+            told["step"] = region.step
+            if told["relative_error"] == math.inf:
+                told["relative_error"] = "Infinity"
         return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
 
     def write(self, path: Path) -> None:

@@ -31,9 +31,9 @@ _SLOWER = 0.9
 class RegionReport:
     """The report of one module class.
 
-    `step` is the worst step of the ladder that any call needed: `late`, `precompiled`, `cached`, `cold` or `eager`;
-    `unused` if nothing called the class. `reason` says why no better one. While `waiting` kinds of calls wait for the
-    second process, `step` is `eager`, and `settled` is the step without them.
+    `settled` is the worst step of the ladder that any call needed: `late`, `precompiled`, `cached`, `cold` or `eager`;
+    `unused` if nothing called the class. `reason` says why no better one. It leaves out the `waiting` kinds of calls,
+    which wait for the second process; `step` is the step with them.
 
     `graphs` counts the graphs that torch compiled or found; `loaded` and `made` count precompiled functions.
     `precompile_s` is the time to compile functions ahead of time for the next boot; `compile_s` is the time for the
@@ -49,7 +49,6 @@ class RegionReport:
 
     name: str
     instances: int
-    step: str = "unused"
     settled: str = "unused"
     waiting: int = 0
     reason: str = ""
@@ -66,6 +65,11 @@ class RegionReport:
     is_left_eager: bool = False
 
     @property
+    def step(self) -> str:
+        """The worst step of the ladder that any call needs now."""
+        return "eager" if self.waiting else self.settled
+
+    @property
     def speedup(self) -> float | None:
         """Eager time divided by compiled time; None if nothing was timed."""
         return self.eager_ms / self.compiled_ms if self.eager_ms and self.compiled_ms else None
@@ -80,13 +84,11 @@ class RegionReport:
         with LOCK:
             if _LADDER.index(step) > _LADDER.index(self.settled):
                 self.settled = step
-            self.step = "eager" if self.waiting else self.settled
 
     def wait_for(self, kinds: Kinds) -> None:
         """Note how many kinds of calls are served eager until their code arrives."""
         with LOCK:  # so that no older number comes last
             self.waiting = kinds.waiting
-            self.step = "eager" if self.waiting else self.settled
 
     def explain(self, reason: str, call: object = "") -> None:
         """Add a reason, once. If it is why a kind of call is eager, the first such `call` is named."""

@@ -65,7 +65,7 @@ class Regions:
         for module in find_regions(root, "whole" if whole else self.policy.settings.scope):
             if (name := type(module).__name__) in self.policy.settings.leave_eager:
                 reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
-                left = RegionReport(name, 0, step="eager", reason=reason, is_left_eager=True)
+                left = RegionReport(name, 0, "eager", reason=reason, is_left_eager=True)
                 self._left_eager.setdefault(name, left).instances += 1
             else:
                 region = self._region(type(module))
