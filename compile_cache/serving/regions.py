@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -43,7 +44,6 @@ class Regions:
         self._others_at: CompileCounts | None = None
         # Why nothing is compiled of a class that no warm-up called; empty before the first one.
         self._why_unused = ""
-        self._left_eager: dict[str, RegionReport] = {}
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self)))
 
     def compile(
@@ -63,12 +63,10 @@ class Regions:
             raise NotAModuleError(f"{root.original_name} is TorchScript, which torch.compile cannot compile")
         self.policy.configure()
         for module in find_regions(root, "whole" if whole else self.policy.settings.scope):
-            if (name := type(module).__name__) in self.policy.settings.leave_eager:
-                reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
-                left = RegionReport(name, 0, "eager", reason=reason, is_left_eager=True)
-                self._left_eager.setdefault(name, left).instances += 1
+            region = self._region(type(module))
+            if region.report.is_left_eager:
+                region.report.instances += 1
             else:
-                region = self._region(type(module))
                 region.source.shares_weights &= shares_weights
                 region.source.is_late &= after_ready
                 if not region.source.is_late:
@@ -78,23 +76,27 @@ class Regions:
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.by_class:
             report = RegionReport(name=module_class.__name__, instances=0)
-            self.by_class[module_class] = Region(report, self.policy, len(self.by_class))
-            if isinstance(why_not := self.policy.artifacts, str) and why_not:
+            if report.name in self.policy.settings.leave_eager:
+                reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
+                report = replace(report, settled="eager", reason=reason, is_left_eager=True)
+            elif isinstance(why_not := self.policy.artifacts, str) and why_not:
                 report.note_not_precompiled(why_not)
+            self.by_class[module_class] = Region(report, self.policy, len(self.by_class))
         return self.by_class[module_class]
 
     @property
     def reports(self) -> list[RegionReport]:
         """A report for each class; the classes that are left eager come last."""
-        return [*(region.report for region in self.by_class.values()), *self._left_eager.values()]
+        return sorted((region.report for region in self.by_class.values()), key=lambda report: report.is_left_eager)
 
     def left_eager_warnings(self) -> list[str]:
         """A warning for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
-        classes = ", ".join(sorted({report.name for report in self.reports})) or "none"
+        names = {report.name for report in self.reports}
+        classes = ", ".join(sorted(names)) or "none"
         return [
             f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
             for name in self.policy.settings.leave_eager
-            if name not in self._left_eager
+            if name not in names
         ]
 
     def _count_calls(self) -> int:
@@ -123,7 +125,7 @@ class Regions:
     def name_unused(self) -> None:
         """Report each class that no warm-up called, if there was one. Called at READY."""
         for region in list(self.by_class.values()) if self._why_unused else ():
-            if not region.served:
+            if not region.served and not region.report.is_left_eager:
                 region.report.explain(self._why_unused)
                 log.warning("nothing of %s is compiled: %s", region.report.name, self._why_unused)
 
