@@ -56,6 +56,12 @@ def test_a_boot_without_with_says_so(tmp_path):
     assert "without `with`" in boot.report.warnings[0]
 
 
+def test_without_a_warm_up_no_class_is_said_to_be_unused(tmp_path):
+    with compile_cache.boot("my-model", environ=settings(tmp_path)) as boot:
+        boot.compile(nn.Identity())
+    assert [region.reason for region in boot.report.regions] == [""]
+
+
 def test_a_warm_up_leaves_no_call_out_if_graphs_were_restored_which_it_alone_traces(tmp_path):
     environ = settings(tmp_path, cold_start="background", unseen="background")
     boot = compile_cache.boot("my-model", environ=environ)

@@ -144,8 +144,8 @@ class Boot:
             return
         if self._regions is None:
             self._join()
-        else:
-            self._regions.name_unused()
+        elif "warm_up" in self.report.phases:
+            self._regions.name_unused(self.counts().graphs)
         self._complete_report()
         if self._publication is not None and self._settings.may_publish:
             with self._degrading("start publishing"):

@@ -42,8 +42,6 @@ class Regions:
         self.policy = Policy(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
         self._others_at: CompileCounts | None = None
-        # Why nothing is compiled of a class that no warm-up called; empty before the first one.
-        self._why_unused = ""
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self)))
 
     def compile(
@@ -112,26 +110,22 @@ class Regions:
             artifacts.forget_options()
         policy.compiles_until_s = until_s
         policy.moment.conclude(is_whole=False)  # calls so far are of no round
-        others = self._graphs_of_others()
         try:
             yield
             policy.moment.conclude(is_whole=True)
         finally:
             policy.moment.pass_by()
             policy.compiles_until_s = None
-            if self._why_unused != _INSIDE:
-                self._why_unused = _INSIDE if self._graphs_of_others() > others else _UNUSED
 
-    def name_unused(self) -> None:
-        """Report each class that no warm-up called, if there was one. Called at READY."""
-        for region in list(self.by_class.values()) if self._why_unused else ():
+    def name_unused(self, graphs: int) -> None:
+        """Report each class that the warm-up did not call. Called at READY; `graphs` says how many torch has compiled
+        or found in this boot."""
+        regions = list(self.by_class.values())
+        why = _INSIDE if graphs > sum(region.report.graphs for region in regions) else _UNUSED
+        for region in regions:
             if not region.served and not region.report.is_left_eager:
-                region.report.explain(self._why_unused)
-                log.warning("nothing of %s is compiled: %s", region.report.name, self._why_unused)
-
-    def _graphs_of_others(self) -> int:
-        """How many graphs torch has compiled or found for other code than the regions'."""
-        return read_counts().graphs - sum(region.report.graphs for region in self.by_class.values())
+                region.report.explain(why)
+                log.warning("nothing of %s is compiled: %s", region.report.name, why)
 
     @property
     def has_others(self) -> bool:
