@@ -140,13 +140,6 @@ def test_calls_that_wait_for_several_functions_get_them_at_one_moment(restart, m
     assert [predict(compiler, modules) for _ in "12"] == [({"precompiled": 2}, True), ({"precompiled": 2}, False)]
 
 
-def test_cases_are_counted_while_another_thread_ends_the_loading(restart):
-    policy = next_boot(restart)[0].policy
-    policy.late["last"] = type("Ended", (list,), {"__iter__": lambda _: iter(policy.late.clear() or ())})()
-    policy.late["after it"] = []
-    assert policy.waiting == 1
-
-
 def test_what_another_version_compared_is_compared_before_it_serves(restart):
     compiler, modules = next_boot(restart, is_hit=False)
     assert steps(compiler)["Once"] == "precompiled", "nobody said that it could be loaded later"

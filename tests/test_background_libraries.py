@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -70,9 +69,8 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
     monkeypatch.setenv("BACKGROUND_SOURCE", str(build_source(tmp_path)))
 
     server, moments, left = Machine.at(tmp_path / "server", local, key, environment), random.Random(KILLS), []
-    released = threading.Event()
-    released.set()
-    orders = Orders(Settings(), server.directory, released)
+    orders = Orders(Settings(), server.directory)
+    orders.queue.released.set()
     workshop = orders.workshop
     try:
         for number in range(KILLS):
@@ -101,7 +99,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
 
 def test_an_artifact_comes_after_the_kernels_that_it_needs(tmp_path, monkeypatch):
     directory, found = CacheDirectory.claim(tmp_path), []
-    orders = Orders(Settings(), directory, threading.Event())
+    orders = Orders(Settings(), directory)
     kernel, artifact = "zz/kernel.so", "precompiled/group/function.aot"
     (orders.workshop / kernel).parent.mkdir(parents=True)
     (orders.workshop / kernel).touch()

@@ -55,7 +55,7 @@ def make_queue(started) -> Iterator[Callable[..., OrderQueue]]:
     made: list[OrderQueue] = []
 
     def make(limit_s: float = PATIENCE_S, idle_s: float = PATIENCE_S) -> OrderQueue:
-        made.append(OrderQueue(started, limit_s, idle_s, threading.Event()))
+        made.append(OrderQueue(started, limit_s, idle_s))
         return made[-1]
 
     yield make
@@ -245,7 +245,7 @@ from test_queue import OrderQueue, Started, order, put, wait_for
 logging.basicConfig(level=logging.WARNING)
 folder = Path(sys.argv[1])
 started = Started(folder)
-queue = OrderQueue(started, 600.0, 600.0, threading.Event())
+queue = OrderQueue(started, 600.0, 600.0)
 put(queue, order("hang", folder=str(folder)))
 queue.released.set()
 wait_for((folder / "hangs").exists)

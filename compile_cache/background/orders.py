@@ -67,15 +67,14 @@ class Order:
 
 
 class Orders:
-    """The orders of a boot: `queue`. They begin once `released` is set, at READY. The second process's folder is
-    `workshop`, beside the cache directory."""
+    """The orders of a boot: `queue`. The second process's folder is `workshop`, beside the cache directory."""
 
-    def __init__(self, settings: Settings, directory: CacheDirectory, released: threading.Event) -> None:
+    def __init__(self, settings: Settings, directory: CacheDirectory) -> None:
         self._settings = settings
         self._directory = directory
         self.workshop = directory.path.with_name(directory.path.name.translate(_LETTERS))
         self._log = directory.logs / "compiling.log"
-        self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S, released)
+        self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S)
 
     def pack(self, name: str, call: Call, dynamic: Dimensions, rank: tuple[int, ...], shares_weights: bool) -> Order:
         """An order of code for a call that is not served yet.
@@ -122,15 +121,13 @@ class Orders:
 
 
 class OrderQueue:
-    """Orders for a compiling process. A daemon thread hands them over, one at a time, once `released` is set.
+    """Orders for a compiling process. A daemon thread hands them over, one at a time, once `released` is set, at READY.
 
     The process starts with the first order, and ends after `idle_s` without one. An order gets one more try in a new
     process if its process died, hung or ran out of memory. All methods are thread-safe.
     """
 
-    def __init__(
-        self, start: Callable[[], CompilingProcess], limit_s: float, idle_s: float, released: threading.Event
-    ) -> None:
+    def __init__(self, start: Callable[[], CompilingProcess], limit_s: float, idle_s: float) -> None:
         self._start = start
         self._limit_s = limit_s
         self._idle_s = idle_s
@@ -139,7 +136,7 @@ class OrderQueue:
         self._orders: PriorityQueue[tuple[tuple[int, ...], int, Order | None]] = PriorityQueue()
         self._numbers = itertools.count()
         self._putting = threading.Lock()
-        self.released = released
+        self.released = threading.Event()
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
 from compile_cache.calls.tensors import Call
 from compile_cache.errors import ArtifactError, Failure, attempt, log
 from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
-from compile_cache.serving.kinds import Case, State
+from compile_cache.serving.kinds import Case, Kinds, State
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
@@ -49,7 +50,8 @@ class Policy:
     arrives.
     `artifacts` has the functions compiled ahead of time; None until then. If there can be none, it says why; it is
     empty if none is wanted.
-    `late` has the functions that are still to be loaded after READY, each with the LATE cases that it may fit.
+    `kinds` has the kinds of calls of each region, in the order in which the program gave the regions.
+    `late` has the functions that are loaded after READY, each with whether LATE cases wait for it; None from READY on.
     `compiles_until_s`: in a warm-up, this process may compile until that time of `time.monotonic`; None outside it.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
     """
@@ -62,7 +64,8 @@ class Policy:
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
         late = functions if settings.unseen == "background" else []
-        self.late: dict[str, list[Case]] = {path: [] for path in sorted(late) if marks_of(path)[1] in stored}
+        self.late: dict[str, bool] | None = {path: False for path in sorted(late) if marks_of(path)[1] in stored}
+        self.kinds: list[Kinds] = []
         self._calls = calls
         self.moment = Moment()
         # Held while this process imports torch's compiler, or makes or compares code: torch compiles for one thread at
@@ -75,7 +78,6 @@ class Policy:
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
-        self._released = threading.Event()
         self.outgoing = directory.outgoing
         if settings.cold_start == "block" or has_artifacts(stored):
             # An earlier boot of this very version has compared these on all instances.
@@ -136,56 +138,48 @@ class Policy:
         """
         if (artifacts := self.functions) is None:
             return None
+        late = self.late or ()
 
         def load() -> None:
             with noted("preload", "load"):
-                attempt(artifacts.prefetch, self.late)  # an error comes again, and is reported, where it is needed
+                attempt(artifacts.prefetch, late)  # an error comes again, and is reported, where it is needed
 
         return _on_thread(load, lambda: None)
 
     def makes_late(self, case: Case, call: Call) -> bool:
         """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come."""
-        if (artifacts := self.functions) is None or self.settings.unseen != "background" or self._released.is_set():
+        if (artifacts := self.functions) is None or self.settings.unseen != "background" or self.late is None:
             return False
         self.configure()
         paths = attempt(artifacts.unloaded, case.spec, call)
         with LOCK:
-            if isinstance(paths, Failure) or not paths or self._released.is_set() or not case.move(State.LATE):
+            if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.LATE):
                 return False
-            for path in paths:
-                self.late.setdefault(path, []).append(case)
+            self.late |= dict.fromkeys(paths, True)
         self.outgoing.use(*paths, type(call[0]).__name__)  # the process may end before the next call
         return True
 
-    def _load_late(self) -> None:
+    def _load_late(self, late: dict[str, bool]) -> None:
         """Load what READY did not wait for, between two predictions: first the functions of LATE cases. All these cases
         are looked up again together, so that a predictor with recorded calls records once."""
-        for path, cases in sorted(self.late.items(), key=lambda item: not item[1]):
-            if not cases:
-                self.look_again(*self._late_cases)
-            self._wait_for_gap(lambda: bool(self.late))
-            if self.late and (artifacts := self.functions) is not None:  # else the process ends
+        for path, is_waited_for in sorted(late.items(), key=lambda item: not item[1]):
+            if not is_waited_for:
+                self.look_again(*self.kinds)
+            self._wait_for_gap(lambda: bool(late))
+            if late and (artifacts := self.functions) is not None:  # else the process ends
                 with noted("preload", "load after READY"):
                     attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
-        self._load_in_calls()
+        self.look_again(*self.kinds)
 
-    def _load_in_calls(self) -> None:
-        """Let calls load the functions of LATE cases."""
-        self.look_again(*self._late_cases)
-        self.late.clear()
+    def look_again(self, *kinds: Kinds) -> None:
+        """Look LATE cases among these up again, from the next moment on. Calls load what is not loaded by then."""
+        for case in self._late_cases(*kinds):
+            self.moment.note(case, functools.partial(_reopen, case))
 
-    @property
-    def _late_cases(self) -> set[Case]:
+    def _late_cases(self, *kinds: Kinds) -> list[Case]:
         """The cases that wait for functions to be loaded after READY."""
-        with LOCK:
-            waiting = list(self.late.values())  # another thread may clear it
-            return {case for cases in waiting for case in cases if case.state is State.LATE}
-
-    def look_again(self, *cases: Case) -> None:
-        """Look LATE cases among these up again, from the next moment on."""
-        for case in cases:
-            if case.state is State.LATE:
-                self.moment.note(case, functools.partial(_reopen, case))
+        cases = itertools.chain(*kinds)
+        return [case for case in cases if case.state is State.LATE and not self.moment.has(case)]
 
     def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
@@ -237,7 +231,9 @@ class Policy:
 
             with LOCK:
                 if self._orders is None:
-                    self._orders = Orders(self.settings, self._directory, self._released)
+                    self._orders = Orders(self.settings, self._directory)
+                    if self.late is None:
+                        self._orders.queue.released.set()
         return self._orders
 
     @property
@@ -289,38 +285,39 @@ class Policy:
             RuntimeError: no thread can be started. In either case, calls load their functions.
         """
         with LOCK:
-            self._released.set()
-        if self.late:
+            late, self.late = self.late, None
+            if not isinstance(self._orders, str | None):
+                self._orders.queue.released.set()
+        if late:
             try:
-                _on_thread(self._load_late, self.late.clear)
+                _on_thread(functools.partial(self._load_late, late), late.clear)
             except BaseException:
-                self._load_in_calls()
+                self.look_again(*self.kinds)
                 raise
 
     @property
     def waiting(self) -> int:
         """How many kinds of calls are eager until the second process has answered, or their functions are loaded."""
         ordered = 0 if isinstance(self._orders, str | None) else self._orders.queue.waiting
-        return ordered + len(self._late_cases)
+        return ordered + len(self._late_cases(*self.kinds))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until none is `waiting`; False after `timeout_s`."""
         until_s = time.monotonic() + timeout_s
-        while self._late_cases and time.monotonic() < until_s:
+        while self._late_cases(*self.kinds) and time.monotonic() < until_s:
             time.sleep(_GAP_S / 10)
         left_s = max(0.0, until_s - time.monotonic())
         # Calls that are ordered meanwhile are waited for too, those after that are not.
         is_answered = isinstance(self._orders, str | None) or self._orders.queue.wait(left_s)
-        return is_answered and not self._late_cases
+        return is_answered and not self._late_cases(*self.kinds)
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold. Calls of LATE cases load
         their functions."""
         self._orders = reason
-        self.making, self._released = threading.Lock(), threading.Event()
-        self._released.set()
+        self.making, self.late = threading.Lock(), None
         self.moment.forget_threads()
-        self._load_in_calls()
+        self.look_again(*self.kinds)
         self.moment.pass_by()  # what has arrived is taken
 
 

@@ -65,9 +65,9 @@ class Region:
     `served` counts the calls by step. `waited_s` is the time that requests waited for the compiler.
     """
 
-    def __init__(self, report: RegionReport, policy: Policy, rank: int) -> None:
+    def __init__(self, report: RegionReport, policy: Policy) -> None:
         self.report = report
-        self.source = Source(report, policy, rank)
+        self.source = Source(report, policy)
         self._moment = policy.moment
         # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
         self._functions: weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]]

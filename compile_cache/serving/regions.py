@@ -68,7 +68,7 @@ class Regions:
                 region.source.shares_weights &= shares_weights
                 region.source.is_late &= after_ready
                 if not region.source.is_late:
-                    self.policy.look_again(*region.source.kinds)
+                    self.policy.look_again(region.source.kinds)
                 region.adopt(module)
 
     def _region(self, module_class: type[nn.Module]) -> Region:
@@ -79,7 +79,7 @@ class Regions:
                 report = replace(report, settled="eager", reason=reason, is_left_eager=True)
             elif isinstance(why_not := self.policy.artifacts, str) and why_not:
                 report.note_not_precompiled(why_not)
-            self.by_class[module_class] = Region(report, self.policy, len(self.by_class))
+            self.by_class[module_class] = Region(report, self.policy)
         return self.by_class[module_class]
 
     @property

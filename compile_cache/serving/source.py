@@ -44,15 +44,15 @@ Maker = Callable[[Shadow], Code]
 class Source:
     """Where the code of one region's kinds comes from, and when its files may be published.
 
-    The second process makes code for the warm-up's calls first, by the `rank` of their regions. It maps the same
+    The second process makes code for the warm-up's calls first, in the order of their regions. It maps the same
     parameters if the region `shares_weights`: if all its modules may.
     """
 
-    def __init__(self, report: RegionReport, policy: Policy, rank: int) -> None:
+    def __init__(self, report: RegionReport, policy: Policy) -> None:
         self.report = report
         self.policy = policy
         self.kinds = Kinds()
-        self._rank = rank
+        policy.kinds.append(self.kinds)
         self.shares_weights = True
         # Whether all its modules are needed after READY alone.
         self.is_late = True
@@ -180,7 +180,7 @@ class Source:
         if isinstance(orders, str):
             raise NotHandedOver(orders)
         name = f"{self.report.name} {case.spec}"
-        rank = (not self.policy.is_warming_up, self._rank)
+        rank = (not self.policy.is_warming_up, self.policy.kinds.index(self.kinds))
         order = orders.pack(name, call, case.spec.open, rank, self.shares_weights)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
