@@ -54,8 +54,6 @@ from compile_cache.timeline import note
 
 # Outside predictions, what lies in a module is looked at again after so many calls.
 _CALLS_BETWEEN_LOOKS = 64
-# A comparison that did not end is tried again after so many moments, and then after so many more.
-_TRIES_AFTER = (1, 10, 100)
 _GROWS = "it makes a tensor larger that it keeps, so no code fits the next call. Give it a cache of fixed size"
 
 
@@ -222,7 +220,7 @@ class Region:
 
     def _compare(self, case: Case, call: Call, maker: Maker | None = None) -> Any:
         """Serve a call eager, and try the case's code on a copy. A claimed case gets its code from `maker`. If the
-        trial does not end, nothing is concluded, and a later call repeats it: see `_TRIES_AFTER`."""
+        trial does not end, nothing is concluded, and a later call repeats it: see `Source.put_off`."""
         policy, report, started = self.source.policy, self.report, time.perf_counter()
         comparison = None
         # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
@@ -280,7 +278,7 @@ class Region:
         except NotHandedOver as error:
             self.source.leave_out(case, call[0], f"it cannot be compared with eager: {error}")
         except Exception as error:  # no memory, or a mode of torch in which nothing can be copied
-            self._put_off(case, call[0], error)
+            self.source.put_off(case, call[0], error)
         return None
 
     def _answer(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
@@ -290,7 +288,7 @@ class Region:
         except BaseException as error:
             is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
             if not is_of_model:  # a cancel, or no memory beside the copy
-                self._put_off(case, call[0], error)
+                self.source.put_off(case, call[0], error)
             raise
         comparison.expect(answer)
         if maker is not None and case.state is State.CLAIMED:
@@ -313,7 +311,7 @@ class Region:
                     raise ArtifactError("other predictions would see the generators of random numbers set back")
                 check = comparison.check(code.try_out)
         except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
-            self._put_off(case, module, error)
+            self.source.put_off(case, module, error)
         except NoGraph:
             case.miss(module)
         except NotHandedOver as error:  # it says what the call changes
@@ -332,7 +330,8 @@ class Region:
             elif stays_alone():
                 self.source.drop(case, check.difference)
             else:  # a call of another prediction may have written into the same module
-                self._put_off(case, module, ArtifactError(f"while other predictions were open, {check.difference}"))
+                reason = f"while other predictions were open, {check.difference}"
+                self.source.put_off(case, module, ArtifactError(reason))
 
     def _let_serve(self, case: Case, module: nn.Module) -> None:
         """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
@@ -346,36 +345,11 @@ class Region:
         moment = self._moment
         with moment.alone() if is_proved else contextlib.nullcontext(False) as takes_now:
             if takes_now:
-                self._take(case)
+                self.source.take(case)
             else:
-                moment.note(case, lambda: self._take(case))
+                moment.note(case, lambda: self.source.take(case))
         if not is_proved:
             moment.note_ending(case, lambda: self.source.mark(case))
-
-    def _take(self, case: Case) -> bool:
-        """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
-        at once."""
-        if case.state is State.ARRIVED and not case.has_passed:
-            return True
-        case.serve()
-        if case.move(State.TAKEN) and case.path:
-            self.report.take_step("precompiled")
-        if case.state is State.TAKEN:
-            self.source.release(case)
-        return False
-
-    def _put_off(self, case: Case, module: nn.Module, error: BaseException) -> None:
-        reason = f"not compared with eager: {Failure(error).reason}"
-        if case.path:  # the files of graphs have other owners
-            self.source.policy.outgoing.doubt(case.path)
-        if case.unended == len(_TRIES_AFTER):
-            self.source.leave_out(case, module, reason)
-            case.unended = 0
-        else:  # predictors that replay recorded calls make no other call until there is something new
-            early = iter(range(1, _TRIES_AFTER[case.unended]))
-            case.unended += 1
-            self._moment.note((case, "again"), lambda: case.state is not State.EAGER and bool(next(early, 0)))
-        log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
 
 def _likeness(args: Args, kwargs: Kwargs) -> Hashable:

@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Graphs, Traced
     from compile_cache.inductor.stored_functions import CachedRecord
 
+# A comparison that did not end is tried again after so many moments, and then after so many more.
+_TRIES_AFTER = (1, 10, 100)
 # Makes code for a call in this process, from a copy of the call.
 Maker = Callable[[Shadow], Code]
 
 
 class Source:
-    """Where the code of one region's kinds comes from, and when its files may be published.
+    """Where the code of one region's kinds comes from, when it serves, and when its files may be published.
 
     The second process makes code for the warm-up's calls first, in the order of their regions. It maps the same
     parameters if the region `shares_weights`: if all its modules may.
@@ -223,10 +225,18 @@ class Source:
         if record and has_found:
             outgoing.use(name)
 
-    def release(self, case: Case) -> None:
-        """Let the files of code that has passed be published."""
-        for owner in filter(None, (case.path, self.report.name)):
-            self.policy.outgoing.release(owner)
+    def take(self, case: Case) -> bool:
+        """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
+        at once."""
+        if case.state is State.ARRIVED and not case.has_passed:
+            return True
+        case.serve()
+        if case.move(State.TAKEN) and case.path:
+            self.report.take_step("precompiled")
+        if case.state is State.TAKEN:
+            for owner in filter(None, (case.path, self.report.name)):
+                self.policy.outgoing.release(owner)
+        return False
 
     def mark(self, case: Case) -> None:
         """Note for later boots that a function was compared on all instances, if it was."""
@@ -236,6 +246,20 @@ class Source:
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)
         self.report.wait_for(self.kinds)
+
+    def put_off(self, case: Case, module: nn.Module, error: BaseException) -> None:
+        """Conclude nothing from a comparison that did not end. A later call repeats it, or the instance is left out."""
+        reason = f"not compared with eager: {Failure(error).reason}"
+        if case.path:  # the files of graphs have other owners
+            self.policy.outgoing.doubt(case.path)
+        if case.unended == len(_TRIES_AFTER):
+            self.leave_out(case, module, reason)
+            case.unended = 0
+        else:  # predictors that replay recorded calls make no other call until there is something new
+            early = iter(range(1, _TRIES_AFTER[case.unended]))
+            case.unended += 1
+            self.policy.moment.note((case, "again"), lambda: case.state is not State.EAGER and bool(next(early, 0)))
+        log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
     def leave_out(self, case: Case, module: nn.Module, reason: str) -> None:
         """Compare the code no more on this instance; give it up if it serves no other."""
