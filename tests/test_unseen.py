@@ -41,7 +41,7 @@ def answer(block: nn.Module, rows: int) -> torch.Tensor:
 
 def functions_of(compiler: Regions) -> list[str]:
     """The paths of all functions that were handed over."""
-    return [path for path in compiler.policy.outgoing.ready(is_ending=True) if path.endswith(".aot")]
+    return [path for path in compiler.policy.directory.outgoing.ready(is_ending=True) if path.endswith(".aot")]
 
 
 def served(compiler: Regions) -> dict[str, int]:
@@ -93,7 +93,7 @@ def answer_all(blocks: list[nn.Module], rows: int = 4) -> None:
 
 def marks(compiler: Regions) -> set[str]:
     """What tells later boots that code was compared on all instances."""
-    return {path for path in compiler.policy.outgoing.ready(is_ending=True) if path.endswith(".compared")}
+    return {path for path in compiler.policy.directory.outgoing.ready(is_ending=True) if path.endswith(".compared")}
 
 
 def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_next_one_is_served(many):
@@ -122,7 +122,7 @@ def test_an_answer_without_code_uses_nothing_of_another_version(directory):
 def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_or_at_the_end(many):
     blocks, compiler = many
     (path,) = functions_of(compiler)
-    outgoing = compiler.policy.outgoing
+    outgoing = compiler.policy.directory.outgoing
     answer_all(blocks[:5])
     assert outgoing.ready() == {}
     at_the_end = outgoing.ready(is_ending=True)

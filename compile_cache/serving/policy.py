@@ -60,7 +60,7 @@ class Policy:
         self, settings: Settings, directory: CacheDirectory, is_hit: bool, calls: Callable[[], int] = int
     ) -> None:
         self.settings = settings
-        self._directory = directory
+        self.directory = directory
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
         late = functions if settings.unseen == "background" else []
@@ -78,7 +78,6 @@ class Policy:
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
-        self.outgoing = directory.outgoing
         if settings.cold_start == "block" or has_artifacts(stored):
             # An earlier boot of this very version has compared these on all instances.
             self.open({path for path in functions if any(mark in stored for mark in marks_of(path))})
@@ -112,7 +111,7 @@ class Policy:
         from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
 
         configure_torch()
-        remember_toolchain(self._directory.path)
+        remember_toolchain(self.directory.path)
         if not self.settings.precompile or is_switched_off():
             return
         try:  # they need private names of torch: if one is gone, the boot goes on without
@@ -121,7 +120,7 @@ class Policy:
             self.artifacts = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
             log.warning("No precompiled regions in this boot: %s", self.artifacts)
         else:
-            self.artifacts = Artifacts(self.settings, self._directory.path, proved)
+            self.artifacts = Artifacts(self.settings, self.directory.path, proved)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
@@ -156,7 +155,7 @@ class Policy:
             if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.LATE):
                 return False
             self.late |= dict.fromkeys(paths, True)
-        self.outgoing.use(*paths, type(call[0]).__name__)  # the process may end before the next call
+        self.directory.outgoing.use(*paths, type(call[0]).__name__)  # the process may end before the next call
         return True
 
     def _load_late(self, late: dict[str, bool]) -> None:
@@ -190,7 +189,7 @@ class Policy:
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
-            self.outgoing.use(found.path, type(call[0]).__name__)
+            self.directory.outgoing.use(found.path, type(call[0]).__name__)
         return found
 
     def mark_compared(self, path: str, is_late: bool) -> None:
@@ -199,12 +198,12 @@ class Policy:
             marked = attempt(artifacts.mark_compared, path, is_late)
             # No owner's: a version that uses another's function has not compared it yet.
             if isinstance(marked, str):
-                self.outgoing.hand_over([marked], marked)
+                self.directory.outgoing.hand_over([marked], marked)
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
         for each in (path, *marks_of(path)):
-            self.outgoing.withdraw(each)
+            self.directory.outgoing.withdraw(each)
         if (artifacts := self.functions) is not None:
             artifacts.reject(path, reason)
 
@@ -214,7 +213,7 @@ class Policy:
             return None
         record = artifacts.cached(spec, call)
         if record is not None:
-            self.outgoing.use(type(call[0]).__name__)
+            self.directory.outgoing.use(type(call[0]).__name__)
         return record
 
     def for_graphs(self) -> str:
@@ -231,7 +230,7 @@ class Policy:
 
             with LOCK:
                 if self._orders is None:
-                    self._orders = Orders(self.settings, self._directory)
+                    self._orders = Orders(self.settings, self.directory)
                     if self.late is None:
                         self._orders.queue.released.set()
         return self._orders

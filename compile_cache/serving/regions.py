@@ -135,7 +135,7 @@ class Regions:
     def hand_over_others(self) -> None:
         """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
         toolchain. Not while a case makes files."""
-        counts, outgoing, making = read_counts(), self.policy.outgoing, self.policy.making
+        counts, outgoing, making = read_counts(), self.policy.directory.outgoing, self.policy.making
         if not making.locked():
             others = outgoing.appeared()
             if not making.locked():  # it takes longer than to look at a directory

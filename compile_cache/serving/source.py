@@ -98,7 +98,7 @@ class Source:
     def make(self, case: Case, maker: Maker, shadow: Shadow) -> None:
         """Make a claimed case's code in this process."""
         started = time.perf_counter()
-        outgoing = self.policy.outgoing
+        outgoing = self.policy.directory.outgoing
         outgoing.hand_over(outgoing.appeared())  # those so far are not of this call
         with generators_at(is_alone=self.policy.moment.stays_alone()):
             code = attempt(maker, shadow)
@@ -119,7 +119,7 @@ class Source:
         graphs = self._graphs  # with this, the compiler is imported, and there are artifacts
         made = make(self.policy.functions, graphs, shadow.copied)
         assert made.traced is not None  # in this process
-        self._hand_over(self.policy.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
+        self._hand_over(self.policy.directory.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
         if self.report.note_traced(made.traced, started) and why_not_found:
             self.report.explain(f"not precompiled: {why_not_found}")
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
@@ -218,7 +218,7 @@ class Source:
         """Let what was made of a call be published, once its code was compared: a function on its own, graphs and their
         records by class. `record` is empty if there is none. A record that was written and then did not fit its own
         call is not published. If it `has_found` graphs, those of another version are this one's too."""
-        outgoing, name = self.policy.outgoing, self.report.name
+        outgoing, name = self.policy.directory.outgoing, self.report.name
         others = {path for path in files if not has_artifacts([path])}
         outgoing.hand_over([record] if record else [], record if record.endswith(SUFFIX) else name, wait_s)
         outgoing.hand_over(others, name, wait_s)
@@ -235,7 +235,7 @@ class Source:
             self.report.take_step("precompiled")
         if case.state is State.TAKEN:
             for owner in filter(None, (case.path, self.report.name)):
-                self.policy.outgoing.release(owner)
+                self.policy.directory.outgoing.release(owner)
         return False
 
     def mark(self, case: Case) -> None:
@@ -251,7 +251,7 @@ class Source:
         """Conclude nothing from a comparison that did not end. A later call repeats it, or the instance is left out."""
         reason = f"not compared with eager: {Failure(error).reason}"
         if case.path:  # the files of graphs have other owners
-            self.policy.outgoing.doubt(case.path)
+            self.policy.directory.outgoing.doubt(case.path)
         if case.unended == len(_TRIES_AFTER):
             self.leave_out(case, module, reason)
             case.unended = 0
@@ -287,7 +287,7 @@ class Source:
             self.policy.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
         else:
-            self.policy.outgoing.withdraw(self.report.name)
+            self.policy.directory.outgoing.withdraw(self.report.name)
         for other in self.kinds:  # the same function serves their calls, or torch may serve them by the same graph
             if other.code is not None and other.code.path == code.path:
                 self.give_up(other, reason)
