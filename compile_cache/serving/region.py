@@ -58,13 +58,12 @@ _GROWS = "it makes a tensor larger that it keeps, so no code fits the next call.
 
 
 class Region:
-    """A module class and its instances. `report` says how calls are served, and why.
+    """A module class and its instances.
 
     `served` counts the calls by step. `waited_s` is the time that requests waited for the compiler.
     """
 
     def __init__(self, report: RegionReport, policy: Policy) -> None:
-        self.report = report
         self.source = Source(report, policy)
         self._moment = policy.moment
         # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
@@ -72,6 +71,11 @@ class Region:
         self._functions = weakref.WeakKeyDictionary()
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
+
+    @property
+    def report(self) -> RegionReport:
+        """How calls are served, and why."""
+        return self.source.report
 
     def adopt(self, module: nn.Module) -> None:
         """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
