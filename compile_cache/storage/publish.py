@@ -132,7 +132,7 @@ class Publication:
         sources = [Source(directory / path, path, file.key, file.owner) for path, file in files.items()]
         make_empty(self.directory.outbox)
         pack = write_pack(self.directory.outbox, key, sources, creator, rules.signer)
-        if {file.path: file.sha256 for file in pack.manifest.files} != {path: f.sha256 for path, f in files.items()}:
+        if [file.sha256 for file in pack.manifest.files] != [file.sha256 for file in files.values()]:
             return 0  # torch has just rewritten a file
         name = key.prefix + pack.name
         store.put(name, pack.local)
