@@ -162,7 +162,7 @@ def ls(store: _Store = None, model: _Model = None, json: _Json = False) -> None:
     if json:
         out.print_json({"store": reading.location, "versions": versions, "environments": environments})
         return
-    out.print_versions(versions)
+    out.print_versions(dict.fromkeys(versions, ""))
     summaries = [(out.short(digest), out.environment_text(record)) for digest, record in environments.items()]
     out.print_table(("environment", ""), summaries)
     packs = out.packs_text([pack for version in versions for pack in version.packs])
@@ -261,7 +261,7 @@ def prune(
     writing = _writing(_open(store)[1])
     plan = plan_prune(read_catalog(writing), time.time(), unused_days, keep_versions, in_use_days)
     removed = apply_prune(writing, plan) if apply else []
-    out.print_versions(list(plan), list(plan.values()))
+    out.print_versions(plan)
     if apply:
         out.print_removed(writing, removed)
     elif plan:
@@ -285,7 +285,7 @@ def rm(
         catalog = read_catalog(writing)
         return [_find(catalog, key) for key in keys]
 
-    out.print_versions(find())
+    out.print_versions(dict.fromkeys(find(), ""))
     if not yes:
         typer.confirm(f"Delete them from {writing.location}?", abort=True, err=True)
     due = find()  # again, because containers may have published or merged meanwhile

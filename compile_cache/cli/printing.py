@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -105,8 +105,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print_line()
 
 
-def print_versions(versions: Sequence[Version], why: Sequence[str] = ()) -> None:
-    """Print a table of versions, and `why` each is in it."""
+def print_versions(versions: Mapping[Version, str]) -> None:
+    """Print a table of versions, and why each is in it."""
     rows = [
         (
             version.key.model_name,
@@ -118,10 +118,10 @@ def print_versions(versions: Sequence[Version], why: Sequence[str] = ()) -> None
             time_text(version.used_s)[:10],
             reason,
         )
-        for version, reason in zip(versions, why or [""] * len(versions), strict=True)
+        for version, reason in versions.items()
     ]
-    columns = ("model", "version", "environment", "packs>", "size>", "published", "last used", "why" if why else "")
-    print_table(columns, rows)
+    why = "why" if any(versions.values()) else ""
+    print_table(("model", "version", "environment", "packs>", "size>", "published", "last used", why), rows)
 
 
 def print_packs(store: ReadableStore, packs: Sequence[VerifiedPack]) -> None:
