@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -246,9 +245,7 @@ class EarlyWeights:
     def __enter__(self) -> EarlyWeights:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.drop()
 
     def _plan(self, paths: list[Path], dtype: str, chunk_bytes: int) -> list[_Chunk]:

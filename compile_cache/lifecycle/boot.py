@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.errors import CompileCacheError, SettingsError, log
@@ -134,9 +133,7 @@ class Boot:
         self._has_entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """READY: write the report and start to publish. After an error of the caller's code, publish nothing."""
         if kind is not None:
             if self._restore is not None:

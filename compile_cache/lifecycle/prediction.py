@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.inductor.counters import read_counts
@@ -44,9 +43,7 @@ class Prediction:
             self.has_new_code = self._regions.policy.moment.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._regions is not None:
             self._regions.policy.moment.end(is_complete=kind is None, had_new_code=self.has_new_code)
 
