@@ -52,7 +52,7 @@ def fill_store(predictor: str | None, to: str | None, as_json: bool) -> bool:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     settings = _prepare(os.environ, to)
-    reports, missing = _boot(reference, settings)
+    reports, missing = _boot(reference)
     store = open_url(settings.store)
     catalog = read_catalog(store)
     found = {report.environment: read_record(store, catalog, report.environment) for report in reports}
@@ -105,7 +105,7 @@ def _prepare(environ: MutableMapping[str, str], to: str | None) -> Settings:
     return settings
 
 
-def _boot(reference: str, settings: Settings) -> tuple[list[BootReport], list[str]]:
+def _boot(reference: str) -> tuple[list[BootReport], list[str]]:
     """Set the predictor up, and wait until all boots that it began have published. Returns their reports, and what is
     missing.
 

@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 2
@@ -166,8 +167,7 @@ def _cores(cpus: Iterable[int]) -> int:
 def _core_of(cpu: int) -> str:
     """The CPUs of a core, as the kernel lists them; the CPU itself if the kernel does not tell."""
     try:
-        with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
-            return file.read().strip()
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
 
@@ -182,8 +182,7 @@ def _installed_torch() -> list[str]:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ["", "", ""]
-    with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
-        text = file.read()
+    text = Path(spec.origin).with_name("version.py").read_text()
     names = ("__version__", "cuda", "hip")
     found = [re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in names]
     return [match[1] if match else "" for match in found]

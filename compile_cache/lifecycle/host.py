@@ -87,8 +87,7 @@ def keep_worker_alive_on_interrupt() -> None:
 
 def process_age_s() -> float:
     """Seconds since this process was started (proc(5): field 22 of stat, in clock ticks since the machine's start)."""
-    with open("/proc/self/stat") as file:
-        started_ticks = int(file.read().rpartition(")")[2].split()[19])
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
