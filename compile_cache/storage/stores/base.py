@@ -119,18 +119,16 @@ class LayeredStore:
         """The object's bytes, from the layer that listed it, else from the first layer that has it.
 
         Raises:
-            StoreError: the error of the layer that listed the object. If no layer listed it, `ObjectNotFound` means
-                that no layer has it.
+            StoreError: no layer gave it. This is the error of the layer that listed the object, else of the first one.
         """
         origin = self._origins.get(name)
-        failure: StoreError | None = None
+        failures: list[StoreError] = []
         for layer in sorted(self._layers, key=lambda layer: layer is not origin):
             try:
                 return layer.read(name, start, size_bytes)
             except StoreError as error:
-                if failure is None or (origin is None and isinstance(failure, ObjectNotFound)):
-                    failure = error
-        raise failure or ObjectNotFound(f"cannot get {name}: there are no layers")
+                failures.append(error)
+        raise failures[0] if failures else ObjectNotFound(f"cannot get {name}: there are no layers")
 
 
 class ReopenedStore:
