@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,10 +106,10 @@ def read_report(path: Path) -> BootReport:
         ) from error
 
 
-def lanes_of(report: BootReport) -> dict[str, list[list[Span]]]:
-    """The report's spans by lane, in rows in which no two overlap."""
+def lanes_of(spans: Iterable[Span]) -> dict[str, list[list[Span]]]:
+    """The spans by lane, in rows in which no two overlap."""
     lanes: dict[str, list[list[Span]]] = {lane: [] for lane in _LANES}
-    for span in sorted(report.spans, key=lambda span: span.start_s):
+    for span in sorted(spans, key=lambda span: span.start_s):
         rows = lanes.setdefault(span.lane, [])
         row = next((row for row in rows if row[-1].start_s + row[-1].seconds <= span.start_s + 1e-6), None)
         if row is None:
@@ -195,23 +195,22 @@ def _verdict(report: BootReport) -> str:
 def timeline_of(report: BootReport) -> dict[str, Any]:
     """What is drawn of a boot: to its last span, but at most half of READY's time beyond READY. A second process takes
     longer: its spans are drawn up to 12 times READY's time."""
-    lanes = lanes_of(report)
-    spans = [span for rows in lanes.values() for row in rows for span in row]
-    last_s = max((span.start_s + span.seconds for span in spans), default=0.0)
-    second_s = max((span.start_s + span.seconds for span in spans if span.lane == "second process"), default=0.0)
+    ends_s = [(span.start_s + span.seconds, span.lane) for span in report.spans]
+    last_s = max((end_s for end_s, _ in ends_s), default=0.0)
+    second_s = max((end_s for end_s, lane in ends_s if lane == "second process"), default=0.0)
     most_s = max(1.5 * report.ready_s, min(12.0 * report.ready_s, second_s))
     window_s = max(0.01, 1.04 * min(max(report.ready_s, last_s), most_s))
     power = 10.0 ** math.floor(math.log10(window_s / _MOST_TICKS))
     step_s = next(step * power for step in (1, 2, 5, 10) if step * power * _MOST_TICKS >= window_s)
     ticks_s = [number * step_s for number in range(_MOST_TICKS) if number * step_s < window_s]
-    lanes = {lane: [[s for s in row if s.start_s < window_s] for row in rows] for lane, rows in lanes.items()}
-    bars = {lane: [list(_bars(row, window_s)) for row in rows if row][:_MOST_ROWS] for lane, rows in lanes.items()}
+    drawn = [span for span in report.spans if span.start_s < window_s]
+    bars = {lane: [list(_bars(row, window_s)) for row in rows[:_MOST_ROWS]] for lane, rows in lanes_of(drawn).items()}
     return {
-        "lanes": {lane: rows for lane, rows in bars.items() if rows},
+        "lanes": bars,
         "ticks": [(100 * time_s / window_s, f"{time_s:g} s" if time_s else "0") for time_s in ticks_s],
         "ready": 100 * report.ready_s / window_s,
         "kinds": {bar.kind for rows in bars.values() for row in rows for bar in row if bar.seconds >= 0.001},
-        "later": sum(span.start_s >= window_s for span in spans),
+        "later": len(report.spans) - len(drawn),
     }
 
 
