@@ -56,15 +56,11 @@ class RestoreReport:
 
 @dataclass(slots=True)
 class PublishReport:
-    """The packs uploaded so far, and one line for each failure.
-
-    `unread_files` counts files that no warm boot would read, `merged_packs` counts packs that were merged into one.
-    """
+    """The packs uploaded so far, and one line for each failure. `merged_packs` were merged into others."""
 
     packs: int = 0
     files: int = 0
     stored_bytes: int = 0
-    unread_files: int = 0
     merged_packs: int = 0
     failures: list[str] = field(default_factory=list)
 

@@ -172,7 +172,6 @@ class Publisher:
             files = {path: record for path, record in ready.items() if path not in unread}
             staged = self._publication.stage(files, _CREATOR)
         self._staged, self._staged_files = list(staged), ready
-        self._report.unread_files = len(unread | (self._outgoing.seeds.keys() - ready.keys()))
         if left_out := self._publication.left_out:
             path, why = next(iter(left_out.items()))
             raise PackForbidden(f"no boot could restore {len(left_out)} files, such as {path!r:.200}: {why}")
