@@ -73,8 +73,8 @@ PRIVATE_NAMES = (
     PrivateNames("torch._functorch._aot_autograd", "subclass_codegen", SLOWER_BOOT, "2.12–2.15"),
     PrivateNames("torch", "_functorch.config fx.experimental._config", NO_BACKGROUND),
     PrivateNames(
-        "torch._inductor.cpu_vec_isa.VecISA",
-        "check_build _arch_flags",
+        "torch._inductor",
+        "cpu_vec_isa.VecISA.check_build cpu_vec_isa.VecISA._arch_flags codecache.cache_dir",
         "0.5 to 10 s of a boot on a CPU: torch tests its instructions again",
     ),
     PrivateNames("torch._inductor.compile_fx", "fx_codegen_and_compile", "graphs out of stored files: they are eager"),

@@ -24,7 +24,7 @@ from compile_cache.errors import ArtifactError, NotHandedOver
 from compile_cache.inductor.function_file import PRECOMPILED
 from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, make
 from compile_cache.inductor.stored_functions import Artifacts
-from compile_cache.inductor.toolchain import configure_torch, remember_toolchain, surround_measurements, unread_files
+from compile_cache.inductor.toolchain import configure_torch, surround_measurements, unread_files
 from compile_cache.inductor.torch_state import ServerState
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import scan_folder
@@ -50,7 +50,6 @@ class _Maker:
         self._pace = Pace()
         surround_measurements(self._pace.measurement)
         self._path = Path(path)
-        remember_toolchain(self._path)
         self._settings = settings
         self._told = {path for path, _ in scan_folder(self._path)}
 

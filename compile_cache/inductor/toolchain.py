@@ -48,20 +48,11 @@ from compile_cache.key.environment import digest, instruction_flags
 # different threads, so each calls `configure_torch` before it compiles or loads something.
 _IS_CONFIGURED: ContextVar[bool] = ContextVar("compile_cache_is_configured", default=False)
 
-# The folder of the answers: the cache directory's that was opened last.
-_folder: Path | None = None
-
 _BINARIES = (".cubin", ".hsaco")
 # Folders of Triton's cache whose binaries this process put into FX-graph entries. A lookup asks for all of them.
 _bundled: set[str] = set()
 # Inductor's name for a kernel while it benchmarks a fusion. The kernel that it uses gets another name.
 _UNNAMED = "triton_"
-
-
-def remember_toolchain(directory: Path) -> None:
-    """Store the answers in this cache directory from now on, and use the stored answers."""
-    global _folder
-    _folder = directory / "toolchain"
 
 
 def configure_torch() -> None:
@@ -130,17 +121,18 @@ def _set(config: Any, name: str, value: Any) -> None:
 
 def _remembering(check_build: Any) -> Any:
     """Wrap torch's test of a set of instructions. A stored answer is `true`: a failure may have a passing cause."""
+    codecache: Any = importlib.import_module("torch._inductor.codecache")
 
     @functools.wraps(check_build)
     def remembering(isa: Any, code: str) -> bool:
         question = [str(isa), isa.build_arch_flags(), isa._arch_flags, code, instruction_flags()]
         answer = json.dumps({"question": question, "answer": True}).encode()
-        path = _folder / f"{digest(question)}.json" if _folder else None
+        path = Path(codecache.cache_dir(), "toolchain", f"{digest(question)}.json")
         with contextlib.suppress(OSError):  # it is not known
-            if path is not None and path.read_bytes() == answer:
+            if path.read_bytes() == answer:
                 return True
         loads = bool(check_build(isa, code))
-        if loads and path is not None:
+        if loads:
             try:
                 with replacing(path) as file:
                     file.write(answer)

@@ -108,10 +108,9 @@ class Policy:
         if self.artifacts is not None:
             return
         self.artifacts = ""
-        from compile_cache.inductor.toolchain import configure_torch, is_switched_off, remember_toolchain
+        from compile_cache.inductor.toolchain import configure_torch, is_switched_off
 
         configure_torch()
-        remember_toolchain(self.directory.path)
         if not self.settings.precompile or is_switched_off():
             return
         try:  # they need private names of torch: if one is gone, the boot goes on without
