@@ -132,4 +132,4 @@ def _copied(used: UsedStorage) -> MadeStorage:
     """A copy of the part of a storage that the call uses."""
     start = used.low - used.low % STORAGE_ALIGNMENT_BYTES
     whole = torch.empty(0, dtype=torch.uint8, device=used.storage.device).set_(used.storage)
-    return MadeStorage(whole[start : used.high].clone().untyped_storage(), used.storage.device, -start)
+    return MadeStorage(whole[start : used.high].clone().untyped_storage(), -start)

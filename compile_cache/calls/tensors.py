@@ -280,9 +280,9 @@ class TensorDescriber:
         if self._may_share(tensor):
             self._shared_parts.update(map(id, parts.values()))
         flags = tensor.requires_grad, tensor.is_inference()
-        arguments = type(tensor), parts, context, tuple(tensor.shape), tensor.stride(), flags
+        form = context, tuple(tensor.shape), tensor.stride()
         attributes = {name: value for name, value in tensor.__dict__.items() if name not in parts}
-        return _with_attributes((make_of_parts, arguments), attributes)
+        return _with_attributes((make_of_parts, (type(tensor), parts, form, flags)), attributes)
 
 
 def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
@@ -326,7 +326,6 @@ class MadeStorage:
     """A storage in place of the described one, whose byte `b` is byte `b + shift` here."""
 
     storage: torch.UntypedStorage
-    device: torch.device
     shift: int
 
 
@@ -335,7 +334,7 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
     made, dtype, offset, shape, strides = place
     requires_grad, is_inference, is_conj, is_neg = flags
     with torch.inference_mode(is_inference), torch.no_grad():
-        tensor = torch.empty(0, dtype=dtype, device=made.device)
+        tensor = torch.empty(0, dtype=dtype, device=made.storage.device)
         # An empty tensor may lie before the part that is used.
         tensor.set_(made.storage, max(0, offset + made.shift // dtype.itemsize), shape, strides)
         if is_conj:
@@ -347,18 +346,11 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
         return tensor.requires_grad_(requires_grad)
 
 
-def make_of_parts(
-    kind: Any,
-    parts: dict[str, Any],
-    context: Any,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    flags: tuple[bool, bool],
-) -> Tensor:
+def make_of_parts(kind: Any, parts: dict[str, Any], form: tuple[Any, ...], flags: tuple[bool, bool]) -> Tensor:
     """A tensor of a class that consists of other tensors, from `parts` made by `make_tensor`."""
     requires_grad, is_inference = flags
     with torch.inference_mode(is_inference), torch.no_grad():
-        tensor: Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
+        tensor: Tensor = kind.__tensor_unflatten__(parts, *form)
         return tensor if tensor.requires_grad == requires_grad else tensor.requires_grad_(requires_grad)
 
 
@@ -404,15 +396,14 @@ def _buffers(weights: Sequence[StorageLayout]) -> dict[Any, _Buffer]:
 
 
 def _storage(layout: StorageLayout, mapping: torch.UntypedStorage | None, buffers: dict[Any, _Buffer]) -> MadeStorage:
-    device = torch.device(layout.device)
     if mapping is not None:
-        return MadeStorage(mapping, device, 0)
+        return MadeStorage(mapping, 0)
     if not layout.size_bytes:
-        return MadeStorage(torch.empty(0, dtype=torch.uint8, device=device).untyped_storage(), device, 0)
+        return MadeStorage(torch.empty(0, dtype=torch.uint8, device=layout.device).untyped_storage(), 0)
     if layout.is_weight:
-        return MadeStorage(buffers[layout.device, layout.dtype].take(layout), device, -layout.start)
+        return MadeStorage(buffers[layout.device, layout.dtype].take(layout), -layout.start)
     memory = _allocate(layout.device, layout.dtype, layout.size_bytes + layout.skew)
-    return MadeStorage(memory.untyped_storage(), device, layout.skew - layout.start)
+    return MadeStorage(memory.untyped_storage(), layout.skew - layout.start)
 
 
 def _allocate(device: str, dtype: torch.dtype | None, size_bytes: int) -> Tensor:
