@@ -122,8 +122,7 @@ class Graphs:
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
             name = f"call_{name}" if is_whole else f"call_{name}_in_parts"
             function = types.FunctionType(call_by_graph.__code__.replace(co_name=name), call_by_graph.__globals__)
-            named_mode = None if mode == "default" else mode
-            compiled = torch.compile(function, fullgraph=is_whole, mode=named_mode, dynamic=dynamic)
+            compiled = torch.compile(function, fullgraph=is_whole, mode=mode, dynamic=dynamic)
             self._functions[is_whole, True] = compiled
             self._functions[is_whole, False] = torch._dynamo.run(compiled)
         return self._functions[is_whole, compiles]
