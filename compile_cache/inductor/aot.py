@@ -99,14 +99,10 @@ def options_digest() -> str:
 def _option(value: Any) -> str:
     if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
         return f"{class_name(type(value))} {uuid()!r}"
-    if isinstance(value, set | frozenset):
-        return repr(sorted(value, key=repr))
-    if isinstance(value, Sequence | Mapping | int | float | None):
-        return repr(value)
     try:
-        return str(describe(value))  # a custom pass
+        return str(describe(value))
     except NotDescribedError:
-        return class_name(type(value))
+        return repr(value) if isinstance(value, Sequence | Mapping) else class_name(type(value))
 
 
 @dataclass(frozen=True, slots=True)
