@@ -68,10 +68,11 @@ def read_counts() -> CompileCounts:
 
 
 def _torch_counts() -> CompileCounts:
-    counters: Mapping[str, Mapping[str, Any]] = _of_torch("counters") or {}
+    utils = sys.modules.get("torch._dynamo.utils")  # None if this process has not imported torch's compiler
+    counters: Mapping[str, Mapping[str, Any]] = getattr(utils, "counters", {})
     # One step copies the counters, because another thread may be compiling.
     inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
-    timed = dict(_of_torch("compilation_time_metrics") or {})
+    timed = dict(getattr(utils, "compilation_time_metrics", {}))
     return CompileCounts(
         graphs=counters.get("stats", {}).get("unique_graphs", 0),
         fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),
@@ -82,11 +83,6 @@ def _torch_counts() -> CompileCounts:
         aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
         benchmarks=sum(len(times) for name, times in timed.items() if name.endswith(_MEASUREMENTS)),
     )
-
-
-def _of_torch(name: str) -> Any:
-    """What torch counts under this name; None if this process has not imported torch's compiler."""
-    return getattr(sys.modules.get("torch._dynamo.utils"), name, None)
 
 
 @contextlib.contextmanager
