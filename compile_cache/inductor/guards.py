@@ -16,6 +16,7 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import operator
 import re
 import types
 from collections import defaultdict
@@ -47,12 +48,12 @@ _BY_VALUE = frozenset({"CONSTANT_MATCH", "CONSTANT_SUBCLASS_MATCH", "EQUALS_MATC
 _BY_LENGTH = frozenset({"SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT"})
 _BY_KEYS = frozenset({"DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"})
 _BY_CONTENT: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "HASATTR": ("attr", lambda value, attr: hasattr(value, attr)),
+    "HASATTR": ("attr", hasattr),
     "NOT_PRESENT_IN_GENERIC_DICT": ("attr", lambda value, attr: attr in getattr(value, "__dict__", ())),
-    "DICT_CONTAINS": ("key", lambda value, key: dict.__contains__(value, key)),
-    "DICT_NOT_CONTAINS": ("key", lambda value, key: dict.__contains__(value, key)),
-    "SET_CONTAINS": ("key", lambda value, key: key in value),
-    "SET_NOT_CONTAINS": ("key", lambda value, key: key in value),
+    "DICT_CONTAINS": ("key", dict.__contains__),
+    "DICT_NOT_CONTAINS": ("key", dict.__contains__),
+    "SET_CONTAINS": ("key", operator.contains),
+    "SET_NOT_CONTAINS": ("key", operator.contains),
 }
 _ALL = _BY_IDENTITY | _BY_VALUE | _BY_LENGTH | _BY_KEYS | _BY_CONTENT.keys() | {"TYPE_MATCH"}
 # A kind of this library: which of several objects are one.
