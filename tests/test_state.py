@@ -169,7 +169,7 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
     state = ServerState.take(on_gpu=False)
     values = dict(zip(SWITCHES, state.switches, strict=True)) | {"function modes": 2, "math attention": False}
     answer = process.ask("make_state", replace(state, switches=tuple(values.values())))
-    assert answer["refused"] == "in the compiling process, function modes is 0, and was 2 in the server"
+    assert answer["refused"] == "in the compiling process, function modes 2 → 0"
     assert_set_back(answer)
 
 

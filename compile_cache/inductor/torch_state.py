@@ -311,10 +311,7 @@ class ServerState:
                 stack.callback(SETTERS[name], old)
 
     def _check(self) -> None:
-        here = describe_switches(switches(self.on_gpu))
-        server = describe_switches(self.switches)
-        changed = [name for name in server if here[name] != server[name]]
-        different = [f"{name} is {here[name]}, and was {server[name]} in the server" for name in changed]
+        different = [*filter(None, (changed_switches(self.switches, switches(self.on_gpu)),))]
         said = 0 if self.precisions[0] else 1  # in the server, torch refused to tell the first one
         if (now := precisions()[said:]) != (then := self.precisions[said:]):
             different.append(f"the precisions of float32 operations are {now}, and were {then} in the server")
