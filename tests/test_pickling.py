@@ -197,7 +197,7 @@ def test_memory_of_a_cpu_is_not_shared_and_the_log_says_so(caplog):
     caplog.set_level("INFO", "compile_cache")
     module = nn.Linear(4, 4)
     content = hand_over((module, (), {}), lambda tensor: isinstance(tensor, nn.Parameter))
-    assert "background.unshared reason=it is on the device cpu" in caplog.text
+    assert "background.unshared reason=" in caplog.text
     assert not receive(content)[0].weight.any()
     assert module.weight.all()
 

@@ -59,35 +59,25 @@ def hand_over(call: Call, shared: Chosen = None) -> bytes:
 
 
 def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
-    """The handles of those that can be shared, by number."""
+    """The handles of those that can be shared, by number. A handle is of a whole storage, and valid as long as the
+    sender keeps that."""
     for address, (reference, _) in list(_shared.items()):
         if reference.expired():  # type: ignore[no-untyped-call]
             _shared.pop(address, None)
     handles: dict[int, Handle] = {}
     try:
         for used in storages:
-            handles[used.index] = _handle(used.storage)
+            address = used.storage._cdata
+            if address not in _shared:
+                reference = StorageWeakRef(used.storage)  # type: ignore[no-untyped-call]
+                _shared[address] = reference, used.storage._share_cuda_()  # type: ignore[no-untyped-call]
+            handles[used.index] = _shared[address][1]
+    # torch's allocator did not allocate it on a CUDA device, or cannot share it (`expandable_segments`).
     except RuntimeError as error:
         log.info(
             "background.unshared reason=%s The second process allocates its own copy of the weights.", first_line(error)
         )
     return handles
-
-
-def _handle(storage: torch.UntypedStorage) -> Handle:
-    """A handle of a whole storage. It is valid as long as the sender keeps the storage.
-
-    Raises:
-        RuntimeError: torch's allocator did not allocate the storage on a CUDA device, or cannot share it
-            (`expandable_segments`).
-    """
-    if storage.device.type != "cuda":
-        raise RuntimeError(f"it is on the device {storage.device}")
-    known = _shared.get(storage._cdata)
-    if known is None:
-        known = StorageWeakRef(storage), storage._share_cuda_()  # type: ignore[no-untyped-call]
-        _shared[storage._cdata] = known
-    return known[1]
 
 
 def receive(content: bytes) -> Call:
