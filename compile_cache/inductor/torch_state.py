@@ -22,7 +22,6 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,10 +205,9 @@ def changed_options() -> Iterator[tuple[str, str, Any]]:
                         yield module, name, value
 
 
-# The names of functions that the second process calls first, in order.
+# The names of functions that the second process calls first, in order; and, in that process, those that it has called.
 _registered: dict[str, None] = {}
-# A context variable, as torch's options are: on torch 2.13 an option holds in one thread only.
-_RUN: ContextVar[frozenset[str]] = ContextVar("compile_cache_preparations", default=frozenset())
+_called: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +342,7 @@ def _making(name: str) -> Iterator[None]:
 
 
 def prepare_with(function: Callable[[], None]) -> None:
-    """Register `function`: the second process calls it once in each thread, before that thread compiles.
+    """Register `function`: the second process calls it once, before it compiles.
 
     The same function is registered once. This process does not call it.
 
@@ -364,19 +362,19 @@ def prepare_with(function: Callable[[], None]) -> None:
 
 
 def _run_once(preparations: Iterable[str]) -> None:
-    """Call the functions that this thread has not called yet, in order.
+    """Call the functions that this process has not called yet, in order.
 
     Raises:
         NotHandedOver: a function cannot be imported here, or fails.
     """
     for name in preparations:
-        if name in _RUN.get():
+        if name in _called:
             continue
         try:
             find(name)()
         except Exception as error:  # a model family's own code
             raise NotHandedOver(f"{name} failed: {type(error).__name__}: {error}") from error
-        _RUN.set(_RUN.get() | {name})
+        _called.add(name)
 
 
 class _Pickler(pickle.Pickler):
