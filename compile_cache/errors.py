@@ -124,14 +124,12 @@ class ProcessNotReady(ProcessDied):
 class OrderFailed(CompileCacheError):
     """The order raised an error in the compiling process, which lives on.
 
-    `error_type` has the error's module, unless it is built in. `may_succeed_afresh`: memory ran out, or the GPU's
-    context is broken, so a new process may make the same order.
+    `may_succeed_afresh`: memory ran out, or the GPU's context is broken, so a new process may make the same order.
     """
 
-    def __init__(self, error_type: str, message: str, may_succeed_afresh: bool) -> None:
-        super().__init__(f"{error_type}: {message}" if message else error_type)
-        self.error_type = error_type
-        self.may_succeed_afresh = may_succeed_afresh
+    def __init__(self, message: str, may_succeed_afresh: bool = False) -> None:
+        super().__init__(message)
+        self.may_succeed_afresh = may_succeed_afresh  # pickled beside the message
 
 
 class NoGraph(CompileCacheError):

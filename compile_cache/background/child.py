@@ -31,8 +31,6 @@ from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady, caus
 from compile_cache.importable import find, own_python
 
 Handler = Callable[[bytes], bytes]
-# An answer's bytes, or the arguments of `OrderFailed`.
-_Reply = bytes | dict[str, Any]
 
 # How often a wait checks that the other process lives. A process left by an order may keep the channel open.
 _LOOK_S = 0.5
@@ -125,8 +123,8 @@ class CompilingProcess:
             # The child is gone, `stop` has closed the files (ValueError), or no message came.
             except (EOFError, OSError, ValueError, OverflowError, pickle.UnpicklingError) as error:
                 raise self._stop_dead() from error
-        if isinstance(answer, dict):
-            raise OrderFailed(**answer)
+        if isinstance(answer, OrderFailed):
+            raise answer
         return answer
 
     def stop(self) -> None:
@@ -155,20 +153,19 @@ class CompilingProcess:
                 self._child.pid,
             )
 
-    def _exchange(self, order: bytes, deadline: float) -> _Reply:
+    def _exchange(self, order: bytes, deadline: float) -> bytes | OrderFailed:
         """The answer to an order.
 
         Raises `TimeoutError` after the deadline; `EOFError` or an `OSError` when the child is gone.
         """
         if not self._is_ready:
             self._channel.send(self._setup)
-            if failure := self._receive(deadline):
+            if reason := self._receive(deadline):
                 self.stop()
-                reason = OrderFailed(**failure)
                 raise ProcessNotReady(f"The compiling process could not prepare itself: {reason}. See {self._log}.")
             self._is_ready = True
         self._channel.send(order)
-        answer: _Reply = self._receive(deadline)
+        answer: bytes | OrderFailed = self._receive(deadline)
         return answer
 
     def _receive(self, deadline: float) -> Any:
@@ -274,7 +271,7 @@ def _handler(name: str, setup: bytes) -> Handler:
         gc.enable()
 
 
-def _answer(handler: Handler, order: bytes) -> _Reply:
+def _answer(handler: Handler, order: bytes) -> bytes | OrderFailed:
     """The answer. The process goes on after any error of an order, `SystemExit` included."""
     try:
         return handler(order)
@@ -282,18 +279,15 @@ def _answer(handler: Handler, order: bytes) -> _Reply:
         return _failure(error)
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
-    """What tells the server of an error: the arguments of `OrderFailed`. The traceback goes to the log."""
+def _failure(error: BaseException) -> OrderFailed:
+    """What tells the server of an error. The traceback goes to the log."""
     with suppress(OSError):  # a full disk
         traceback.print_exception(error)
     chain = [f"{type(link).__name__}: {link}" for link in causes(error)]
-    module = type(error).__module__
-    name = type(error).__qualname__
-    return {
-        "error_type": name if module == "builtins" else f"{module}.{name}",
-        "message": " ".join(str(error).split())[:_MOST_CHARACTERS],
-        "may_succeed_afresh": any(_OF_PROCESS.search(link) for link in chain),
-    }
+    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    message = " ".join(str(error).split())[:_MOST_CHARACTERS]
+    may_succeed_afresh = any(_OF_PROCESS.search(link) for link in chain)
+    return OrderFailed(f"{name}: {message}" if message else name, may_succeed_afresh)
 
 
 def _give_way() -> None:
