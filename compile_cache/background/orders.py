@@ -291,7 +291,6 @@ def _copy(paths: Iterable[str], source: Path, target: Path) -> None:
     for path in paths:
         if (target / path).exists() and not path.endswith(_REWRITTEN):
             continue
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
         if path.endswith(SUFFIX):
             copy_artifact(source / path, target / path, old, new)
             continue
