@@ -22,9 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, PriorityQueue
 
-import torch
-from torch import nn
-
 from compile_cache.background.child import CompilingProcess
 from compile_cache.calls.pickling import hand_over
 from compile_cache.calls.spec import on_gpu
@@ -82,8 +79,7 @@ class Orders:
         Raises:
             NotHandedOver: no other process can build this call.
         """
-        content = hand_over(call, _is_shared if shares_weights else None)
-        return Order(name, rank, content, on_gpu(call), dynamic)
+        return Order(name, rank, hand_over(call, shares_weights), on_gpu(call), dynamic)
 
     def submit(self, order: Order) -> None:
         """Queue an order whose call this thread has just served eager.
@@ -277,10 +273,6 @@ class OrderQueue:
         )
         order.answer.set_result(answer)
         self._orders.task_done()
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.is_cuda
 
 
 def _copy(paths: Iterable[str], source: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
-from compile_cache.calls.tensors import Call, Chosen, Handle, TensorDescriber, UsedStorage, layout, make_storages
+from compile_cache.calls.tensors import Call, Handle, TensorDescriber, UsedStorage, layout, make_storages
 from compile_cache.errors import Failure, NotHandedOver, first_line, log
 from compile_cache.importable import find, named_objects, why_not
 
@@ -36,12 +36,12 @@ _shared: dict[int, tuple[StorageWeakRef, Handle]] = {}
 _INNER = ("_parameters", "_buffers", "_modules")
 
 
-def hand_over(call: Call, shared: Chosen = None) -> bytes:
+def hand_over(call: Call, shares_weights: bool = False) -> bytes:
     """A call in bytes, for `receive` in another process. It does not read or change the call's tensors.
 
-    The receiver maps the memory of the CUDA tensors for which `shared` returns true. Nobody may write to these tensors,
-    and they must last until the receiver has ended. A storage is shared whole, and only if all its tensors in the call
-    are shared. The receiver makes all other tensors itself, unfilled.
+    If the call `shares_weights`, the receiver maps the memory of CUDA parameters. Nobody may write to these, and they
+    must last until the receiver has ended. A storage is shared whole, and only if all its tensors in the call are
+    parameters. The receiver makes all other tensors itself, unfilled.
 
     Takes about 1 ms for a block of 50 parameters, and waits for no device.
 
@@ -49,7 +49,7 @@ def hand_over(call: Call, shared: Chosen = None) -> bytes:
         NotHandedOver: names the attribute that cannot travel, and says why.
     """
     try:
-        file, pickler = pickled(CallPickler, call, shared)
+        file, pickler = pickled(CallPickler, call, shares_weights)
     except Exception as error:
         raise NotHandedOver(_obstacle(call, error)) from error
     storages = pickler.tensors.storages
@@ -100,14 +100,14 @@ def receive(content: bytes) -> Call:
     return call
 
 
-def pickled(kind: type[_Kind], call: Call, shared: Chosen = None) -> tuple[BytesIO, _Kind]:
+def pickled(kind: type[_Kind], call: Call, shares_weights: bool = False) -> tuple[BytesIO, _Kind]:
     """A call in bytes, and the pickler that wrote it.
 
     Raises:
         Exception: whatever an object's own methods raise.
     """
     file = BytesIO()
-    pickler = kind(file, call[0], shared)
+    pickler = kind(file, call[0], shares_weights)
     pickler.dump(call)
     return file, pickler
 
@@ -116,10 +116,10 @@ class CallPickler(pickle.Pickler):
     """Pickles a call: also objects that pickle would refuse, or would copy although they belong to this process, or
     although the model may ask which object they are."""
 
-    def __init__(self, file: BytesIO, module: nn.Module, shared: Chosen = None) -> None:
-        """For a call of `module`. `shared` is for `hand_over`."""
+    def __init__(self, file: BytesIO, module: nn.Module, shares_weights: bool = False) -> None:
+        """For a call of `module`. `shares_weights` is for `hand_over`."""
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors = TensorDescriber(shared)
+        self.tensors = TensorDescriber(shares_weights)
         self._names: dict[int, str] = {}
         self._homes: set[str] = set()
         for kind in {type(part) for part in module.modules()}:

@@ -56,8 +56,6 @@ _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALL_BYTES = 1, 48
 # A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
 Reduced = tuple[Any, ...]
-# For which tensors something is done; None: for none.
-Chosen = Callable[[Tensor], bool] | None
 # The result of `UntypedStorage._share_cuda_`, and the arguments of `UntypedStorage._new_shared_cuda`.
 Handle = tuple[Any, ...]
 
@@ -235,8 +233,8 @@ class StorageLayout:
 class TensorDescriber:
     """Describes the tensors of one call for a pickler, and collects their storages."""
 
-    def __init__(self, is_shared: Chosen = None) -> None:
-        self._is_shared = is_shared
+    def __init__(self, shares_weights: bool = False) -> None:
+        self._shares_weights = shares_weights
         self._used: dict[int, UsedStorage] = {}
         # The parts of shared tensors, by identity.
         self._shared_parts: set[int] = set()
@@ -270,7 +268,7 @@ class TensorDescriber:
         return used
 
     def _may_share(self, tensor: Tensor) -> bool:
-        return self._is_shared is not None and (id(tensor) in self._shared_parts or self._is_shared(tensor))
+        return id(tensor) in self._shared_parts or (self._shares_weights and isinstance(tensor, nn.Parameter))
 
     def _reduce_parts(self, tensor: Any) -> Reduced:
         if tensor.is_nested:
