@@ -171,7 +171,7 @@ class Record:
 
     | field | content |
     | --- | --- |
-    | `files`, `functions` | checksums of the traced files by module, and of the traced functions by name |
+    | `files`, `functions` | checksums by module of the traced files and of `aot.py`; by name, of the traced functions |
     | `salt` | the name of the function's group; no digest of a text is the same in another group |
     | `environ` | digests of the variables that these functions may have read; torch does not guard them |
     | `guards` | the guards that torch cannot store |
@@ -194,8 +194,8 @@ class Record:
     @classmethod
     def of(cls, compilation: Compilation, guards: list[RecordedGuard], salt: str) -> Record:
         """The record of a function that this process has just compiled."""
-        # In the module of `call_region`, only that function counts.
-        modules = {module for module, _ in compilation.traced} - {call_region.__module__}
+        # In the module of `call_region`, only that function counts. A pickled function names functions of `aot.py`.
+        modules = {module for module, _ in compilation.traced} - {call_region.__module__} | {compile_call.__module__}
         # Of the traced functions, those that can be found by name.
         functions: dict[str, types.CodeType] = {}
         for module, line in sorted(compilation.traced):

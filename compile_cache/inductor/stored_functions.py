@@ -24,14 +24,7 @@ from compile_cache.calls.tensors import Call
 from compile_cache.errors import ArtifactError, NotPrecompilable, log
 from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest
-from compile_cache.inductor.function import (
-    Precompiled,
-    Record,
-    compile_ahead,
-    file_digest,
-    sources_digest,
-    why_not_ahead,
-)
+from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
 from compile_cache.inductor.function_file import CACHED, PRECOMPILED, SUFFIX, marks_of, read_artifact, write_artifact
 from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.key.environment import digest
@@ -294,9 +287,7 @@ class Artifacts:
             raise ArtifactError(f"this call cannot be described: {error}") from error
 
     def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
-        # A pickled function names functions of this module.
-        pickled_by = file_digest("compile_cache.inductor.aot")
-        return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions(), "pickled by": pickled_by}
+        return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions()}
 
     def _paths(self, group: str, suffix: str) -> list[str]:
         """The files of a group with this suffix, or those of all groups for `*`, in order."""
