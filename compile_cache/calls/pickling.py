@@ -14,7 +14,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,13 +49,14 @@ def hand_over(call: Call, shares_weights: bool = False) -> bytes:
         NotHandedOver: names the attribute that cannot travel, and says why.
     """
     try:
-        file, pickler = pickled(CallPickler, call, shares_weights)
+        pickler = CallPickler(call[0], shares_weights)
+        pickler.dump(call)
     except Exception as error:
         raise NotHandedOver(_obstacle(call, error)) from error
     storages = pickler.tensors.storages
     handles = _handles([used for used in storages if used.is_shared])
     layouts = [layout(used, handles.get(used.index)) for used in storages]
-    return pickle.dumps(layouts, pickle.HIGHEST_PROTOCOL) + file.getvalue()
+    return pickle.dumps(layouts, pickle.HIGHEST_PROTOCOL) + pickler.content.getvalue()
 
 
 def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
@@ -96,29 +97,18 @@ def receive(content: bytes) -> Call:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise NotHandedOver(f"the call cannot be rebuilt: {type(error).__name__}: {first_line(error)}") from error
+        raise NotHandedOver(f"the call cannot be rebuilt: {Failure(error).reason}") from error
     return call
 
 
-def pickled(kind: type[_Kind], call: Call, shares_weights: bool = False) -> tuple[BytesIO, _Kind]:
-    """A call in bytes, and the pickler that wrote it.
-
-    Raises:
-        Exception: whatever an object's own methods raise.
-    """
-    file = BytesIO()
-    pickler = kind(file, call[0], shares_weights)
-    pickler.dump(call)
-    return file, pickler
-
-
 class CallPickler(pickle.Pickler):
-    """Pickles a call: also objects that pickle would refuse, or would copy although they belong to this process, or
-    although the model may ask which object they are."""
+    """Pickles a call into `content`: also objects that pickle would refuse, or would copy although they belong to this
+    process, or although the model may ask which object they are."""
 
-    def __init__(self, file: BytesIO, module: nn.Module, shares_weights: bool = False) -> None:
+    def __init__(self, module: nn.Module, shares_weights: bool = False) -> None:
         """For a call of `module`. `shares_weights` is for `hand_over`."""
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.content = BytesIO()
+        super().__init__(self.content, pickle.HIGHEST_PROTOCOL)
         self.tensors = TensorDescriber(shares_weights)
         self._names: dict[int, str] = {}
         self._homes: set[str] = set()
@@ -158,9 +148,6 @@ class CallPickler(pickle.Pickler):
         elif name := self.name(value):
             return find, (name,)
         return NotImplemented
-
-
-_Kind = TypeVar("_Kind", bound=CallPickler)
 
 
 def known_object(key: Any) -> Any:
@@ -233,7 +220,7 @@ def _obstacle(call: Call, error: Exception) -> str:
     ]
     for name, value in [*parts, *((f"input {name}", value) for name, value in (*enumerate(args), *kwargs.items()))]:
         try:
-            CallPickler(BytesIO(), module).dump(value)
+            CallPickler(module).dump(value)
         except Exception as failed:
             return f"{name}: {_words(failed)}"
     return _words(error)

@@ -10,15 +10,14 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
-from io import BytesIO
 from typing import Any
 
 import torch
 from torch import nn
 
-from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object, pickled
+from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object
 from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, Call, MadeStorage, UsedStorage
-from compile_cache.errors import NotHandedOver, first_line
+from compile_cache.errors import Failure, NotHandedOver
 
 # These are the same in all of the process.
 _OF_PROCESS = (
@@ -53,8 +52,9 @@ class Shadow:
         self.named: list[tuple[str, Any, list[Any]]] = []
         self.obstacle: NotHandedOver | None = None
         try:
-            file, pickler = pickled(_Pickler, call)
-            file.seek(0)
+            pickler = _Pickler(call[0])
+            pickler.dump(call)
+            pickler.content.seek(0)
             with torch.inference_mode(False), torch.no_grad():
                 storages = [_copied(used) for used in pickler.tensors.storages]
 
@@ -65,11 +65,11 @@ class Shadow:
                 self.named += [(name, pickler.shared[number], state) for name, state in named]
                 return pickler.shared[number]
 
-            self.call: Call = CallUnpickler(file, known).load()
+            self.call: Call = CallUnpickler(pickler.content, known).load()
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an object's own methods raise
-            raise NotHandedOver(f"the call cannot be copied: {type(error).__name__}: {first_line(error)}") from error
+            raise NotHandedOver(f"the call cannot be copied: {Failure(error).reason}") from error
 
     def copied(self) -> Call:
         """The `call` of another copy, for a run that must not change this one. Raises as the constructor does, and the
@@ -88,8 +88,8 @@ def state_of(value: Any) -> list[Any]:
 class _Pickler(CallPickler):
     """Pickles a call. `shared` has what is not pickled."""
 
-    def __init__(self, file: BytesIO, module: nn.Module, *options: Any) -> None:
-        super().__init__(file, module, *options)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self.shared: list[Any] = []
         self._inside = {id(part) for part in module.modules()}
 
