@@ -39,7 +39,7 @@ from torch.utils._traceback import CapturedTraceback
 from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.calls.spec import call_region
 from compile_cache.calls.tensors import Call
-from compile_cache.errors import NotPrecompilable
+from compile_cache.errors import Failure, NotPrecompilable
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import StoredCode, check_kernels, give_keys, without_compiler
 from compile_cache.inductor.torch_state import SET_WHILE_LOADING
@@ -93,7 +93,7 @@ def options_digest() -> str:
     try:
         return digest(sorted([name, _option(value)] for name, value in options.items()))
     except Exception as error:  # a custom pass whose `uuid` raises
-        raise NotDescribedError(f"Inductor's options: {type(error).__name__}: {error}") from error
+        raise NotDescribedError(f"Inductor's options: {Failure(error).reason}") from error
 
 
 def _option(value: Any) -> str:

@@ -25,7 +25,7 @@ from torch import nn
 from compile_cache.calls.description import class_name, code_digest
 from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
 from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
-from compile_cache.errors import ArtifactError, NotPrecompilable, causes, first_line, log
+from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
 from compile_cache.importable import find
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Check, Checks, Inputs, RecordedGuard, Recorder, modules_of
@@ -74,7 +74,7 @@ class Precompiled:
             self._function, self._guards = load_function(payload, externals, record.torch_key, record.triton_key)
             self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
-            raise ArtifactError(f"it cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+            raise ArtifactError(f"it cannot be loaded: {Failure(error).reason}") from error
         self.path, self.is_proved = path, False
         self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
@@ -161,7 +161,7 @@ def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tup
         for cause in causes(error):
             if isinstance(cause, MemoryError | torch.OutOfMemoryError):
                 raise type(cause)(str(cause)) from error
-        raise NotPrecompilable(f"torch: {type(error).__name__}: {first_line(error)}") from error
+        raise NotPrecompilable(f"torch: {Failure(error).reason}") from error
     return Record.of(compilation, recorder.guards(), salt), compilation.payload
 
 

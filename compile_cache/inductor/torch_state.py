@@ -29,7 +29,7 @@ import torch
 
 from compile_cache.calls.spec import autocast_dtype
 from compile_cache.calls.tensors import count_dispatch_modes
-from compile_cache.errors import NotHandedOver
+from compile_cache.errors import Failure, NotHandedOver
 from compile_cache.importable import find, reference, why_not
 
 _precision = torch._C._get_fp32_precision_getter
@@ -338,7 +338,7 @@ def _making(name: str) -> Iterator[None]:
     except NotHandedOver:
         raise
     except Exception as error:  # torch refuses a value or lacks a name, or a package cannot be imported
-        raise NotHandedOver(f"{name} cannot be set as in the server: {type(error).__name__}: {error}") from error
+        raise NotHandedOver(f"{name} cannot be set as in the server: {Failure(error).reason}") from error
 
 
 def prepare_with(function: Callable[[], None]) -> None:
@@ -373,7 +373,7 @@ def _run_once(preparations: Iterable[str]) -> None:
         try:
             find(name)()
         except Exception as error:  # a model family's own code
-            raise NotHandedOver(f"{name} failed: {type(error).__name__}: {error}") from error
+            raise NotHandedOver(f"{name} failed: {Failure(error).reason}") from error
         _called.add(name)
 
 
