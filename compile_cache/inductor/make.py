@@ -114,9 +114,6 @@ class Graphs:
             Exception: the model's own, or the compiler's.
         """
         configure_torch()
-        return self._function(is_whole, compiles)(*call)
-
-    def _function(self, is_whole: bool, compiles: bool) -> Callable[..., Any]:
         if (is_whole, compiles) not in self._functions:
             name, mode, dynamic = self.given
             # Dynamo keeps a function's graphs and limits with its code object. So each class, and each way, has a copy.
@@ -125,7 +122,7 @@ class Graphs:
             compiled = torch.compile(function, fullgraph=is_whole, mode=mode, dynamic=dynamic)
             self._functions[is_whole, True] = compiled
             self._functions[is_whole, False] = torch._dynamo.run(compiled)
-        return self._functions[is_whole, compiles]
+        return self._functions[is_whole, compiles](*call)
 
 
 @dataclass(frozen=True, slots=True)
