@@ -360,7 +360,7 @@ def test_a_call_with_nested_tensors_is_eager_and_says_so(directory):
     answer = warm_up(compiler, lambda: encoder(tensor(1, 3, 16), src_key_padding_mask=mask))
     close(answer, eager(encoder, tensor(1, 3, 16), src_key_padding_mask=mask))
     assert only_report(compiler).step == "eager"
-    assert "a nested tensor cannot be handed over: torch.compile makes no graph of it" in only_report(compiler).reason
+    assert "a nested tensor cannot be handed over" in only_report(compiler).reason
 
 
 def test_a_setup_traces_no_longer_than_its_time_allows(restart, monkeypatch):

@@ -251,6 +251,8 @@ class TensorDescriber:
             NotHandedOver: the tensor has no plain storage.
         """
         kind = type(tensor)
+        if tensor.is_nested:
+            raise NotHandedOver("a nested tensor cannot be handed over")
         if kind not in OWN_TENSORS and hasattr(kind, "__tensor_flatten__"):
             return self._reduce_parts(tensor)
         _check(tensor)
@@ -271,8 +273,6 @@ class TensorDescriber:
         return id(tensor) in self._shared_parts or (self._shares_weights and isinstance(tensor, nn.Parameter))
 
     def _reduce_parts(self, tensor: Any) -> Reduced:
-        if tensor.is_nested:
-            raise NotHandedOver("a nested tensor cannot be handed over")
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
         if self._may_share(tensor):
@@ -295,8 +295,6 @@ def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
 
 def _check(tensor: Tensor) -> None:
     kind = f"a {type(tensor).__name__}"
-    if tensor.is_nested:
-        raise NotHandedOver("a nested tensor cannot be handed over: torch.compile makes no graph of it")
     if tensor.layout != torch.strided:
         raise NotHandedOver(f"a tensor of the layout {tensor.layout} cannot be handed over")
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
