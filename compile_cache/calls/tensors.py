@@ -270,7 +270,8 @@ class TensorDescriber:
         return used
 
     def _may_share(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._shared_parts or (self._shares_weights and isinstance(tensor, nn.Parameter))
+        is_weight = self._shares_weights and tensor.is_cuda and isinstance(tensor, nn.Parameter)
+        return is_weight or id(tensor) in self._shared_parts
 
     def _reduce_parts(self, tensor: Any) -> Reduced:
         names, context = tensor.__tensor_flatten__()
