@@ -110,7 +110,7 @@ def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artif
         return compiler.policy.artifacts
 
 
-def eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def eager(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with torch.inference_mode():
         return module(*args, **kwargs)
 

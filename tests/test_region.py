@@ -533,6 +533,27 @@ def test_a_module_of_which_only_a_method_is_called_is_unused_and_the_report_says
     assert "nothing called it" in caplog.text
 
 
+class Alike(Product):
+    """Compares as a tensor does, item by item."""
+
+    def __eq__(self, other: Any) -> Any:
+        return self.weight == other.weight
+
+    def __hash__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("settings", [None, CACHED], ids=["function", "graph"])
+def test_modules_whose_class_compares_them_are_told_apart(shared, settings):
+    modules = [build(Alike, seed=0), build(Alike, seed=1)]
+    compiler = boot(shared, *modules, settings=settings)
+    warm_up(compiler, lambda: [one(tensor()) for one in modules])
+    for one in modules:
+        close(predict(one, tensor()), eager(one._call_impl, tensor()))
+    assert only_report(compiler).instances == 2
+    assert next(iter(compiler.by_class.values())).served == {"eager": 2, "compiled" if settings else "precompiled": 2}
+
+
 @pytest.mark.parametrize("settings", [None, CACHED], ids=["function", "graph"])
 def test_a_module_that_the_program_forgets_is_freed(shared, settings):
     modules = [build(Product), build(Product)]

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import types
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
+from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, OfEach, Parts, call_region, on_gpu, parts_of, why_eager
 from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
 from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
 from compile_cache.importable import find
@@ -79,7 +78,7 @@ class Precompiled:
         self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
         self._accepted: _Accepted | None = None
-        self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
+        self._parts: OfEach[Parts] = OfEach()
         self._record = record
 
     def outdated(self) -> str:

@@ -9,11 +9,10 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, OfEach
 from compile_cache.calls.tensors import Call
 from compile_cache.serving.moment import LOCK
 
@@ -111,7 +110,7 @@ class Case:
     spec: CallSpec
     state: State = State.NEW
     code: Code | None = None
-    standings: WeakKeyDictionary[nn.Module, Standing] = field(default_factory=WeakKeyDictionary)
+    standings: OfEach[Standing] = field(default_factory=OfEach)
     unended: int = 0
 
     def move(self, state: State) -> bool:
@@ -174,8 +173,9 @@ class Case:
             for module in proved:
                 if self.standings.setdefault(module, Standing.PROVED) in (Standing.TO_COMPARE, Standing.AWAY):
                     self.standings[module] = Standing.PASSED
-            passed = [module for module, standing in self.standings.items() if standing is Standing.PASSED]
-            self.standings.update(dict.fromkeys(passed, Standing.SERVES))
+            for module, standing in self.standings.items():
+                if standing is Standing.PASSED:
+                    self.standings[module] = Standing.SERVES
 
     @property
     def serves_any(self) -> bool:

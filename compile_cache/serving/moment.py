@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from compile_cache.calls.spec import OfEach
 from compile_cache.errors import Failure, attempt, log
 
 # Under steady overlap no moment comes. Code that has waited so long is taken all the same.
@@ -45,7 +45,7 @@ class Moment:
         self._endings: dict[object, Callable[[], object]] = {}
         self._is_new = False
         self.open = 0
-        self.known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+        self.known: OfEach[Known] = OfEach()
 
     def note(self, subject: object, change: Callable[[], bool | None]) -> None:
         """Make this change at the next moment, in place of an earlier one of the same subject. If `change` returns
@@ -54,7 +54,7 @@ class Moment:
             _, since_s = self._changes.get(subject, (change, time.monotonic()))
             self._changes[subject] = change, since_s
             if self.open == 0:
-                self.known = WeakKeyDictionary()
+                self.known = OfEach()
 
     def has(self, subject: object) -> bool:
         """Whether a change of this subject waits."""
@@ -63,7 +63,7 @@ class Moment:
     def begin(self) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
         with self._beginning, LOCK:
-            self.known = WeakKeyDictionary()
+            self.known = OfEach()
             if self.open == 0:
                 self._endings.clear()
                 self._take()
@@ -135,5 +135,5 @@ class Moment:
             if is_early is True:
                 self._changes.setdefault(subject, (change, time.monotonic()))
             else:
-                self.known = WeakKeyDictionary()
+                self.known = OfEach()
                 self._is_new |= not isinstance(is_early, Failure)

@@ -22,6 +22,7 @@ from torch import nn
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
+    OfEach,
     Parts,
     call_region,
     growth,
@@ -67,8 +68,7 @@ class Region:
         self.source = Source(report, policy)
         self._moment = policy.moment
         # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
-        self._functions: weakref.WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], tuple[Case, ...]]]
-        self._functions = weakref.WeakKeyDictionary()
+        self._functions: OfEach[dict[tuple[torch.Size, ...], tuple[Case, ...]]] = OfEach()
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
 
@@ -343,7 +343,7 @@ class Region:
         with LOCK:
             case.unended = 0
             if is_proved := case.has_proved_code:
-                case.serve([one for ref in self._functions.keyrefs() if (one := ref()) is not None])
+                case.serve(list(self._functions))
             else:
                 case.standings[module] = Standing.PASSED
         moment = self._moment
