@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import ctypes
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -70,6 +72,13 @@ def test_a_call_has_the_callers_context_its_arguments_and_its_result(model):
         (1,),
         {"two": 2},
     )
+
+
+def test_a_fork_has_a_thread_of_its_own(model):
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        os._exit(model.call(lambda: 0))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_error_reaches_the_caller_and_the_next_call_is_served(model):

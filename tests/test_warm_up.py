@@ -91,6 +91,17 @@ def test_a_stream_is_taken_to_its_end_and_what_is_asynchronous_is_awaited(boot, 
     assert predictor.calls == calls
 
 
+@pytest.mark.timeout(20)
+def test_a_warm_up_on_the_models_thread_may_await_what_calls_there(boot):
+    thread, calls = compile_cache.ModelThread(), list[str]()
+
+    async def run() -> None:
+        thread.call(calls.append, "called")
+
+    thread.call(boot.warm_up, run)
+    assert calls == ["called"]
+
+
 def test_a_warm_up_of_a_lambda_that_leaves_inputs_out_says_what_to_write(boot):
     predictor = Predictor()
     with pytest.raises(TypeError, match="FieldInfo") as caught:

@@ -17,6 +17,10 @@ T = TypeVar("T")
 _POLL_S = 0.05
 
 
+class ThreadOfModel(threading.Thread):
+    """The thread that a `ModelThread` calls its model on."""
+
+
 class ModelThread:
     """Calls a model, one call after another.
 
@@ -36,15 +40,26 @@ class ModelThread:
     """
 
     def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
         from queue import SimpleQueue
 
         self._calls: SimpleQueue[_Call] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread = ThreadOfModel(target=self._run, name="model", daemon=True)
         self._thread.start()
+
+    def _put(self, call: _Call) -> None:
+        if not self._thread.is_alive():  # in a fork, which has none of the process's other threads
+            with self._starting:
+                if not self._thread.is_alive():
+                    self._start()
+        self._calls.put(call)
 
     def begin(self, function: Callable[..., object], *args: Any) -> None:
         """Call `function`, which handles its own errors, on the thread. Do not wait."""
-        self._calls.put(_Call(partial(function, *args)))
+        self._put(_Call(partial(function, *args)))
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` on the thread, with the caller's context variables.
@@ -61,7 +76,7 @@ class ModelThread:
             return function(*args, **kwargs)
         call = _Call(partial(copy_context().run, function, *args, **kwargs))
         try:
-            self._calls.put(call)
+            self._put(call)
             call.wait()
         except BaseException as error:
             call.interrupt(type(error), self._thread.ident or 0)

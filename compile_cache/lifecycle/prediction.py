@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.model_thread import ThreadOfModel
 
 if TYPE_CHECKING:
     from compile_cache.serving.regions import Regions
@@ -80,7 +82,7 @@ class Prediction:
 
 def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
     """Call `call` with `inputs`, and with the default of each other parameter that Cog's `Input()` declares. Take all
-    pieces of a stream, and await what is asynchronous, on a thread of its own.
+    pieces of a stream, and await what is asynchronous, on a thread of its own or on the model's.
 
     Raises:
         Exception: any error of `call`, with a note if an input that was not given may be the cause.
@@ -95,8 +97,11 @@ def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
             import asyncio
             from concurrent.futures import ThreadPoolExecutor
 
-            with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
-                thread.submit(asyncio.run, _end(answer)).result()
+            if isinstance(threading.current_thread(), ThreadOfModel):  # which `call` may call
+                asyncio.run(_end(answer))
+            else:
+                with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
+                    thread.submit(asyncio.run, _end(answer)).result()
     except Exception as error:
         if missing := [name for name, default in defaults.items() if default is None]:
             error.add_note(
