@@ -167,6 +167,7 @@ def test_graphs_answer_while_another_thread_traces(shared):
 TRACED: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "export": lambda module, x: torch.export.export(module, (x,)).graph_module.code,
     "make_fx": lambda module, x: make_fx(module)(x).code,
+    "jit": lambda module, x: torch.jit.trace(module, x[:1]).code,
 }
 
 

@@ -39,6 +39,8 @@ Call = tuple[nn.Module, Args, Kwargs]
 
 # How many dispatch modes there are in this thread.
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Whether `torch.jit.trace` records this thread.
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 OWN_TENSORS = (Tensor, nn.Parameter)
 # A copy of a storage begins at the original's address modulo this. No item and no vector load of a kernel is larger.

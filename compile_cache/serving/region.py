@@ -33,7 +33,15 @@ from compile_cache.calls.spec import (
     why_eager,
     with_plain_strides,
 )
-from compile_cache.calls.tensors import Args, Call, Kwargs, count_dispatch_modes, overlaps_of, reachable_tensors
+from compile_cache.calls.tensors import (
+    Args,
+    Call,
+    Kwargs,
+    count_dispatch_modes,
+    is_tracing,
+    overlaps_of,
+    reachable_tensors,
+)
 from compile_cache.errors import (
     ArtifactError,
     CompileCacheError,
@@ -99,6 +107,8 @@ class Region:
                 # torch's graphs ignore hooks that were added later, and inputs that overlap.
                 if parts.are_unhooked_still() and overlaps_of(plain, named, parts) == case.spec.overlaps:
                     return self._serve(case, code, (module, plain, named), like)
+        if is_tracing():  # sizes are tensors then
+            return self._route((module, args, kwargs), None)
         plain, named = with_plain_strides(args, kwargs)
         if functions := self._functions[module]:
             for case in functions.get(top_sizes(plain, named), ()):
@@ -127,10 +137,10 @@ class Region:
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says.
 
-        A dispatch mode (`torch.export`, `make_fx`, FakeTensorMode, a counter) would take what is tried on a copy for
-        what the model computes.
+        A dispatch mode (`torch.export`, `make_fx`, FakeTensorMode, a counter) or `torch.jit.trace` would take what is
+        tried on a copy for what the model computes.
         """
-        if count_dispatch_modes():
+        if count_dispatch_modes() or is_tracing():
             self.report.explain("eager in a dispatch mode of torch, such as a counter or a trace")
             return self._serve_eager(call)
         if reason := why_eager(call[0]):
