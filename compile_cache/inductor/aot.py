@@ -213,6 +213,13 @@ class _Maker(guards.GuardsStatePickler):  # type: ignore[misc]
     def _unpickle_traceable_wrapper_subclass(cls, *arguments: Any) -> Any:
         return _kept(guards.GuardsStatePickler._unpickle_traceable_wrapper_subclass, arguments)
 
+    @classmethod
+    def _unpickle_nested_function(cls, code: Any, module: str, name: str, defaults: Any, closure: Any) -> Any:
+        """A function, as of a weak dictionary, which calls a reference to that when a key is gone. Here the reference
+        is missing, so None answers, as if the dictionary were gone too."""
+        defaults = defaults and tuple(type(None) if isinstance(one, guards._Missing) else one for one in defaults)
+        return super()._unpickle_nested_function(code, module, name, defaults, closure)
+
 
 def _kept(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     made = function(*arguments)
@@ -227,7 +234,7 @@ def _fake_tensor(meta: torch.Tensor, device: torch.device, kind: type, keys: int
     return mode.fake_tensor_converter.from_meta_and_device(mode, meta, device, kind, key_set)
 
 
-class _Pickler(guards.GuardsStatePickler):  # type: ignore[misc]
+class _Pickler(_Maker):
     """torch's pickler of guards, without the texts that the model has."""
 
     def reducer_override(self, value: Any) -> Any:
