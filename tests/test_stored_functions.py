@@ -235,16 +235,15 @@ def test_an_artifact_is_found_while_another_thread_loads_one(made):
 
 
 _IMPORTS_WHILE_LOADING = """
-import importlib, sys, threading
+import concurrent.futures, importlib, sys
 from compile_cache.inductor.lean_loading import import_loader, without_compiler
-names, got = ["torch._inductor.graph", "torch._inductor.codegen.memory_planning", "torch.export.pt2_archive"], []
+names = ["torch._inductor.graph", "torch._inductor.codegen.memory_planning", "torch.export.pt2_archive"]
 import_loader()
-with without_compiler():
+with without_compiler(), concurrent.futures.ThreadPoolExecutor() as threads:
     from torch._inductor.graph import GraphLowering
     assert "torch._inductor.compile_fx" not in sys.modules
-    thread = threading.Thread(target=lambda: got.extend(map(importlib.import_module, names)))
-    thread.start(), thread.join()
-assert got == [importlib.import_module(name) for name in names] and all(vars(module)["__file__"] for module in got)
+    got = [*threads.map(importlib.import_module, names)]
+assert got == [*map(importlib.import_module, names)] and all(vars(module)["__file__"] for module in got)
 assert got[0].GraphLowering is not GraphLowering and got[2].__all__
 """
 
