@@ -179,10 +179,7 @@ def main() -> None:
             right[name] = [compare((module(*given),), (twin(*given),)).passed for _ in range(2)]
     assert boot.wait_published(60)
     regions = {type(module).__name__: name for name, (module, _) in called.items()}
-    told = {
-        regions[region.name]: [region.step, region.reason, right[regions[region.name]]]
-        for region in boot.report.regions
-    }
+    told = {regions[one.name]: [one.step, one.reason, right[regions[one.name]]] for one in boot.report.regions}
     print(json.dumps(told))
 
 

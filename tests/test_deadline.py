@@ -25,10 +25,7 @@ from compile_cache.storage.stores.transfer import limit_s, within_limit
 
 MIB = 1 << 20
 ACTIONS = {**filled_stores.ACTIONS, "put": lambda store: store.put("v2/a", bytes(100))}
-CALLS = [
-    *((kind, action) for kind in ("s3", "cloud") for action in ACTIONS),
-    *(("web", action) for action in ("list", "read")),
-]
+CALLS = [*((kind, one) for kind in ("s3", "cloud") for one in ACTIONS), *(("web", one) for one in ("list", "read"))]
 
 
 @pytest.fixture

@@ -70,11 +70,7 @@ LAYERS = {
         [vector(), torch.randint(-9, 9, (5, 8), dtype=torch.int8), torch.randn(3, 8), torch.rand(5, 1)],
         (0, 3, 0),
     ),
-    "a sum with a product becomes part of it": (
-        lambda x, m, y: (product(x, m) + y,),
-        [vector(), M, vector()],
-        (0, 1, 0),
-    ),
+    "a sum with a product is part of it": (lambda x, m, y: (product(x, m) + y,), [vector(), M, vector()], (0, 1, 0)),
     "from the right too": (lambda x, m, y: (y + product(x, m),), [vector(), M, vector()], (0, 1, 0)),
     "a product with a residual keeps it": (
         lambda x, first, second, y, z: (product(x, first, residual=y) + z, product(x, second)),

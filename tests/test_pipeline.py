@@ -233,10 +233,7 @@ def made_of(parts: dict[str, Any], call: Any, name: str = "Other") -> FluxPipeli
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (
-            answers(images=numpy.full((1, 64, 64, 3), numpy.nan)),
-            "Other drew what are no numbers; give a smaller lora_s",
-        ),
+        (answers(images=numpy.full((1, 64, 64, 3), numpy.nan)), "Other drew what are no numbers; give a smaller lora_"),
         (answers(frames=[[Image.new("RGB", (64, 64))]]), "Other gives frames, and no images"),
     ],
 )

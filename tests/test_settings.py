@@ -15,16 +15,9 @@ PRIVATE, PUBLIC = make_keys("one")
 _, OTHER_PUBLIC = make_keys("other")
 
 GOOD = [
-    *(
-        ("STORE", url, url)
-        for url in ("s3://bucket/prefix", "gs://bucket/prefix", "az://container", "file:///var/packs", "off")
-    ),
+    *(("STORE", url, url) for url in ("s3://bucket/prefix", "gs://b/prefix", "az://container", "file:///packs", "off")),
     ("LAYERS", "/opt/packs", ("/opt/packs",)),
-    (
-        "LAYERS",
-        "baked, s3://bucket/a ,https://mirror.example/packs,",
-        ("baked", "s3://bucket/a", "https://mirror.example/packs"),
-    ),
+    ("LAYERS", "baked, s3://bucket/a ,https://mirror/packs,", ("baked", "s3://bucket/a", "https://mirror/packs")),
     ("SIGNING_KEY", PRIVATE, PRIVATE),
     ("TRUSTED_KEYS", f"{PUBLIC}, {OTHER_PUBLIC}", (PUBLIC, OTHER_PUBLIC)),
     # A C++ kernel was compiled in a folder of each.
@@ -43,11 +36,7 @@ GOOD = [
     *(("UNSEEN", value, value) for value in ("eager", "error", "block", "background", "auto")),
     ("SETUP_BUDGET_S", "0", 0.0),
     ("SETUP_BUDGET_S", "120", 120.0),
-    (
-        "LEAVE_EAGER",
-        "FluxSingleTransformerBlock, models.mine.Block,",
-        ("FluxSingleTransformerBlock", "models.mine.Block"),
-    ),
+    ("LEAVE_EAGER", "FluxTransformerBlock, models.mine.Block,", ("FluxTransformerBlock", "models.mine.Block")),
     ("PUBLISH", "false", False),
     ("PUBLISH", "1", True),
     ("PUBLISH", "False", False),
@@ -76,13 +65,10 @@ BAD = [
     ("EXIT_BUDGET_S", "inf", "must be seconds between 0 and 86400"),
     ("DIR", "some/folder", "absolute path that is the same in every container"),
     *(("DIR", f"/tmp/my{character}cache", "Give a path without them") for character in " \t\n'\"\\"),
+    *(("STORE", url, "give a local folder") for url in ("ftp://a/b", "https://a/b", "s3://", "s3:/bucket", "gs:///b")),
     *(
-        ("STORE", url, "give a local folder")
-        for url in ("ftp://host/packs", "https://host/packs", "s3://", "s3:/bucket", "gs:///prefix")
-    ),
-    *(
-        ("LAYERS", url, "neither a local folder nor the URL of a store or of a mirror")
-        for url in ("ftp://host/packs", "https://", "https://host/#packs", "off")
+        ("LAYERS", url, "neither a local folder nor the URL")
+        for url in ("ftp://a/b", "https://", "https://a/#b", "off")
     ),
 ]
 
@@ -92,18 +78,11 @@ def read(**variables: str) -> Settings:
 
 
 @pytest.mark.parametrize("name", ["STORE", "LAYERS"])
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://key:SECRET@bucket/prefix",
-        "s3://key:S/SECRET@bucket/prefix",
-        "gs://key:SECRET@bucket",
-        "ftp://key:S/SECRET@host/packs?key=SECRET",
-    ],
-)
-def test_a_password_in_a_url_is_refused_and_not_repeated(name, url):
+@pytest.mark.parametrize("scheme", ["s3", "gs", "ftp"])
+@pytest.mark.parametrize("rest", ["key:SECRET@bucket", "key:S/SECRET@bucket/prefix", "key:S/SECRET@host/a?key=SECRET"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(name, scheme, rest):
     with pytest.raises(SettingsError) as caught:
-        read(**{name: url})
+        read(**{name: f"{scheme}://{rest}"})
     assert "@" not in str(caught.value)
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
@@ -135,10 +114,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_variable(name, text, reason):
     assert reason in message
 
 
-@pytest.mark.parametrize(
-    ("unknown", "nearest"),
-    [("STOR", "STORE"), ("MODELVERSION", "MODEL_VERSION"), ("RESTORE_TIMEOUT", "RESTORE_TIMEOUT_S")],
-)
+@pytest.mark.parametrize(("unknown", "nearest"), [("STOR", "STORE"), ("EXIT_BUDGET", "EXIT_BUDGET_S")])
 def test_an_unknown_variable_is_refused_with_the_nearest_one(unknown, nearest):
     with pytest.raises(SettingsError, match=rf"{PREFIX}{unknown} .*did you mean {PREFIX}{nearest}\?"):
         read(**{unknown: "x"})
@@ -179,10 +155,8 @@ def test_a_user_named_as_this_machine_is_not_this_machine(user):
 def test_every_layer_with_a_problem_is_named_without_its_password():
     with pytest.raises(SettingsError, match=f"{PREFIX}LAYERS") as caught:
         read(LAYERS="ftp://user:secret@one,/two,http://user:secret@three/packs")
-    assert "one" in str(caught.value)
-    assert "three" in str(caught.value)
-    assert "/two" not in str(caught.value)
-    assert "secret" not in str(caught.value)
+    told = [word in str(caught.value) for word in ("one", "three", "/two", "secret")]
+    assert told == [True, True, False, False]
 
 
 def test_neither_a_layers_password_nor_the_signing_key_is_shown_with_the_settings():

@@ -111,11 +111,7 @@ def test_a_graph_entry_carries_the_binaries_alone_of_what_it_launches_and_no_ben
     bundle = TritonBundle([*bundled, artifacts("THEIRS", "flash_attention")], [static])
     trimmed = autotuner._trimmed(bundle)
     kept = {entry.kernel_hash: [part.filename for part in entry.artifacts] for entry in trimmed.kernel_artifacts}
-    assert kept == {
-        "WON": ["poi.cubin"],
-        "LOST": ["poi.cubin"],
-        "THEIRS": [f"flash_attention.{part}" for part in PARTS],
-    }
+    assert kept == {"WON": ["poi.cubin"], "LOST": ["poi.cubin"], "THEIRS": [f"flash_attention.{one}" for one in PARTS]}
     assert trimmed.static_autotuners == [static]
     # A lookup asks for those binaries: they are kept as files as well, whatever else becomes of the kernel.
     assert binary("LOST", "poi") not in autotuner.unread_files(folder("LOST", "poi"))
