@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.early_weights import EarlyWeights
+from models.log_lines import leave_out_foreign_lines
 from models.text.generation import Generator, Request
 from models.text.layers import most_positions
 from models.text.quantization import quantize
@@ -20,7 +21,6 @@ from models.text.sampling import Sampling
 from models.text.settings import TextSettings
 from models.text.steps import register
 from models.text.stream import TextStream
-from models.weights import leave_out_foreign_lines
 
 log = logging.getLogger(__name__)
 

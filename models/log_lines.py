@@ -1,4 +1,4 @@
-"""What the loading of weights leaves out of the log."""
+"""The lines of other libraries that a boot leaves out of the log."""
 
 from __future__ import annotations
 
