@@ -20,7 +20,7 @@ from docs.private_names import PRIVATE_NAMES
 ROOT = Path(__file__).parents[1]
 # From the bottom up. Rooms in one row may import each other.
 ROWS = (
-    ("errors", "files", "importable", "timeline", "torch_threads"),
+    ("errors", "files", "importable", "of_each", "timeline", "torch_threads"),
     ("settings",),
     ("key",),
     ("calls",),

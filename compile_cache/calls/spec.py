@@ -10,9 +10,9 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.modules.module as module_hooks
@@ -22,8 +22,6 @@ from torch.utils import _pytree
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
 from compile_cache.calls.tensors import OWN_TENSORS, Args, Call, Kwargs, overlaps
 from compile_cache.errors import NoGraph
-
-T = TypeVar("T")
 
 # torch's own walk over nested containers, which Dynamo uses too.
 pytree = _pytree
@@ -326,38 +324,6 @@ def on_gpu(call: Call) -> bool:
     leaves = [*pytree.tree_leaves(call[1:]), *(tensor for tensors in own for tensor in tensors.values())]
     devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     return bool(devices) and "cpu" not in devices
-
-
-class OfEach(MutableMapping[Any, T]):
-    """A value of each object, for as long as that exists. Objects that are equal have one each."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[weakref.ref[Any], T]] = {}
-
-    def __getitem__(self, one: Any) -> T:
-        return self._held[id(one)][1]
-
-    def get(self, one: Any, default: Any = None) -> Any:
-        """Its value. It takes less time than that of a mapping in general."""
-        return held[1] if (held := self._held.get(id(one))) else default
-
-    def __setitem__(self, one: Any, value: T) -> None:
-        number, mapping = id(one), weakref.ref(self)
-
-        def forget(_: object) -> None:
-            if (of_each := mapping()) is not None:
-                of_each._held.pop(number, None)
-
-        self._held[number] = weakref.ref(one, forget), value
-
-    def __delitem__(self, one: Any) -> None:
-        del self._held[id(one)]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([one for ref, _ in list(self._held.values()) if (one := ref()) is not None])
-
-    def __len__(self) -> int:
-        return len(self._held)
 
 
 class _CompiledCall(functools.partial[Any]):

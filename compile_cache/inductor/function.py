@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, OfEach, Parts, call_region, on_gpu, parts_of, why_eager
+from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
 from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
 from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
 from compile_cache.importable import find
@@ -31,6 +31,7 @@ from compile_cache.inductor.guards import Check, Checks, Inputs, RecordedGuard, 
 from compile_cache.inductor.lean_loading import torch_key, triton_key
 from compile_cache.inductor.torch_state import changed_switches, switches
 from compile_cache.key.environment import digest, instruction_flags
+from compile_cache.of_each import OfEach
 
 # Dynamo replaces these functions once it compiles (torch/_dynamo/mutation_guard.py), so they differ in a process that
 # only loads.

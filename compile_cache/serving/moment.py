@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from compile_cache.calls.spec import OfEach
 from compile_cache.errors import Failure, attempt, log
+from compile_cache.of_each import OfEach
 
 # Under steady overlap no moment comes. Code that has waited so long is taken all the same.
 _LONGEST_WAIT_S = 10.0

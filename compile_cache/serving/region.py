@@ -22,7 +22,6 @@ from torch import nn
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
-    OfEach,
     Parts,
     call_region,
     growth,
@@ -53,6 +52,7 @@ from compile_cache.errors import (
     log,
 )
 from compile_cache.inductor.counters import read_counts
+from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
 from compile_cache.serving.moment import LOCK, Known
