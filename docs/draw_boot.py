@@ -41,7 +41,7 @@ def take_over(folder: Path) -> None:
 def draw(picture: Path) -> None:
     """Draw READY of all boots, and below it each boot's lanes, on one scale that ends after the second longest boot."""
     reports = {name: read_report(DOCS / "boot" / f"{name}.json") for name in TITLES}
-    lanes = {name: lanes_of(report) for name, report in reports.items()}
+    lanes = {name: lanes_of(report.spans) for name, report in reports.items()}
     window_s = 1.12 * sorted(report.ready_s for report in reports.values())[-2]
     heights = [2.0, *map(len, lanes.values())]
     figure = Figure(figsize=(9.0, 0.27 * sum(heights) + 2.2), layout="constrained", facecolor="white")
