@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +33,6 @@ MEANINGS |= {"load": "restore, load, compare", "compile": "compile", "ahead": "c
 MEANINGS |= {"publish": "publish", "wait": "wait", "other": "other"}
 
 
-class StoredReport(NamedTuple):
-    """A report and its file."""
-
-    path: Path
-    report: BootReport
-
-
 def write_report(paths: Sequence[Path], output: Path) -> None:
     """Write the page, and print what is on it. It replaces neither a folder nor a device nor a boot's report.
 
@@ -57,13 +50,13 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}")
 
 
-def find_reports(paths: Sequence[Path]) -> list[StoredReport]:
-    """The reports among `paths`: files, and folders with `*.json` at any depth. The newest is first.
+def find_reports(paths: Sequence[Path]) -> dict[Path, BootReport]:
+    """The reports among `paths`, by file: files, and folders with `*.json` at any depth. The newest is first.
 
     Raises:
         CompileCacheError: a file is not readable or no boot report; or a folder has none.
     """
-    found: dict[Path, StoredReport] = {}
+    found: dict[Path, BootReport] = {}
     for path in paths:
         files = [path]
         if path.is_dir():
@@ -71,9 +64,8 @@ def find_reports(paths: Sequence[Path]) -> list[StoredReport]:
         if not files:
             remedy = "A boot writes its report to the file that COMPILE_CACHE_REPORT names"
             raise CompileCacheError(f"{path} has no boot report. {remedy}")
-        for file in files:
-            found[file.resolve()] = StoredReport(file, read_report(file))
-    return sorted(found.values(), key=lambda stored: (-stored.report.started_s, str(stored.path)))
+        found |= {file.resolve(): read_report(file) for file in files}
+    return dict(sorted(found.items(), key=lambda item: (-item[1].started_s, item[0])))
 
 
 def _is_meant_as_report(path: Path) -> bool:
@@ -130,15 +122,15 @@ class Bar(NamedTuple):
     label: str
 
 
-def page_of(reports: Sequence[StoredReport], now_s: float) -> str:
-    """The page of some reports, the newest first."""
+def page_of(reports: Mapping[Path, BootReport], now_s: float) -> str:
+    """The page of some reports by file, the newest first."""
     import statistics  # these two take long, and the other commands do not need them
 
     from jinja2 import Environment, PackageLoader
 
-    names = {stored.report.model_name for stored in reports} - {""}
+    names = {report.model_name for report in reports.values()} - {""}
     history: dict[tuple[str, ...], list[BootReport]] = {}
-    for report in (stored.report for stored in reports):
+    for report in reports.values():
         key = (report.model_name, report.model_version, report.environment, _kind_of_boot(report))
         history.setdefault(key, []).append(report)
     loader = PackageLoader("compile_cache.cli", "")
@@ -150,10 +142,10 @@ def page_of(reports: Sequence[StoredReport], now_s: float) -> str:
     return templates.get_template("report_page.html.jinja").render(
         title=f"Boots of {names.pop()}" if len(names) == 1 else "Boots",
         now_s=now_s,
-        reports=reports,
+        reports=list(reports.items()),
         kinds=MEANINGS,
         most_in_full=_MOST_IN_FULL,
-        longest_s=max(stored.report.ready_s for stored in reports) or 1.0,
+        longest_s=max(report.ready_s for report in reports.values()) or 1.0,
         history=history,
     )
 
