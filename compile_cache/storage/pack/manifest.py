@@ -143,8 +143,8 @@ def is_plain(path: str) -> bool:
     if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in parts):
         return False
     # After the check above, because unprintable text may not be encodable.
-    lengths = [len(part.encode()) for part in parts]
-    return len(parts) <= _PATH_PARTS and max(lengths) <= _NAME_BYTES and sum(lengths) + len(parts) - 1 <= _PATH_BYTES
+    longest_bytes = max(len(part.encode()) for part in parts)
+    return len(parts) <= _PATH_PARTS and longest_bytes <= _NAME_BYTES and len(path.encode()) <= _PATH_BYTES
 
 
 def folders_of(path: str) -> Iterator[str]:
