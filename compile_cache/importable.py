@@ -22,6 +22,8 @@ importlib.import_module(sys.argv.pop(1)).main()
 _OWN_MODULES = ("__main__", "__mp_main__")
 # Nobody compares these by identity, or they have a name of their own.
 _BY_VALUE = (str, int, float, complex, bytes, type(None), tuple, type, types.FunctionType, types.ModuleType)
+# Of classes whose objects are equal only to themselves.
+_IDENTITY: Any = object.__eq__
 
 
 def own_python(module: str, *arguments: str) -> list[str]:
@@ -79,14 +81,9 @@ def named_objects(module: str) -> dict[int, str]:
         if isinstance(value, type):
             own = vars(value).items() if value.__module__ == module else ()
             named |= {id(part): f"{module}:{name}.{key}" for key, part in own if type(part) is value}
-        elif not isinstance(value, _BY_VALUE) and _has_identity(type(value)):
+        elif not isinstance(value, _BY_VALUE) and type(value).__eq__ is _IDENTITY:
             named[id(value)] = f"{module}:{name}"
     return named
-
-
-def _has_identity(kind: type) -> bool:
-    """Whether objects of a class are equal only to themselves."""
-    return next(vars(base)["__eq__"] for base in kind.__mro__ if "__eq__" in vars(base)) is vars(object)["__eq__"]
 
 
 def why_not(module: str) -> str:
