@@ -130,6 +130,6 @@ def read_record(store: ReadableStore, catalog: Catalog, digest: str) -> Environm
         record = msgspec.json.decode(content, type=Environment)
     except (msgspec.DecodeError, RecursionError):
         return None
-    texts = [*record.variables, *(value for value in astuple(record) if isinstance(value, str))]
-    is_clean = all(text.isprintable() for text in texts)  # without escape codes and line ends
+    # Without escape codes and line ends.
+    is_clean = "".join([*record.variables, *map(str, astuple(record))]).isprintable()
     return record if record.digest == digest and is_clean else None
