@@ -146,6 +146,7 @@ class _Chunk:
         self._size = pieces[-1][2] + pieces[-1][3] - self._begin
         self._address = 0
         self._is_registered = False
+        self._copied: torch.cuda.Event | None = None
 
     def read(self, is_stopped: threading.Event) -> None:
         """Map the pieces. Read them, if they are not all in memory.
@@ -188,10 +189,14 @@ class _Chunk:
         memory = torch.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), dtype=torch.uint8)
         sources = memory[skipped:].split_with_sizes([count for *_, count in self.pieces])
         torch._foreach_copy_(targets, list(sources), non_blocking=True)
+        if targets[0].is_cuda:
+            self._copied = torch.cuda.current_stream(targets[0].device).record_event()
         return self._is_registered
 
     def close(self) -> None:
-        """Release the memory, after the copying has ended."""
+        """Release the memory, once the copying has ended."""
+        if self._copied is not None:
+            self._copied.synchronize()
         if self._is_registered:
             import torch
 
@@ -317,7 +322,7 @@ class EarlyWeights:
             threading.Thread(target=self._degrading("load libraries early")(use_first), args=(device,)).start()
         one_byte = torch.empty(1, dtype=torch.uint8, device=device)
         copies = torch.split_with_sizes_copy(one_byte.expand(sum(sizes)), sizes)
-        copying: deque[tuple[_Chunk, torch.cuda.Event | None]] = deque()
+        copying: deque[_Chunk] = deque()
         try:
             for number, chunk in enumerate(self._chunks):
                 self._reading.popleft().result()
@@ -328,13 +333,13 @@ class EarlyWeights:
                     for tensor, begin, _, count in chunk.pieces
                 ]
                 is_pinned = chunk.copy(targets)
-                copying.append((chunk, torch.cuda.current_stream(device).record_event() if on_gpu else None))
+                copying.append(chunk)
                 if len(copying) > 1:
-                    _end(*copying.popleft())
+                    copying.popleft().close()
                 self._read_ahead(number + _AHEAD)
         finally:
-            for each in copying:
-                _end(*each)
+            for chunk in copying:
+                chunk.close()
         self._copies = {place: copy for (place, _), copy in zip(self._tensors, copies, strict=True)}
         seconds = time.perf_counter() - began
         log.info("weights.early gb=%.1f seconds=%.2f pinned=%s", sum(sizes) / 1e9, seconds, is_pinned)
@@ -444,12 +449,6 @@ def is_plain(weight: torch.Tensor) -> bool:
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _end(chunk: _Chunk, copied: torch.cuda.Event | None) -> None:
-    if copied is not None:
-        copied.synchronize()
-    chunk.close()
 
 
 def _mappings() -> Callable[[int, int], _Place | None]:
