@@ -292,9 +292,9 @@ class EarlyWeights:
                 self._thread = thread
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a thread copies, or has copied. Otherwise each weight is best loaded to the device at once."""
-        return self._thread is not None
+    def has_copies(self) -> bool:
+        """Whether copies are there, or on their way. Otherwise the caller had better load to the device at once."""
+        return bool(self._copies) or (self._thread is not None and self._thread.is_alive())
 
     def _run(self, device: torch.device) -> None:
         import torch

@@ -444,7 +444,7 @@ def test_weights_in_half_precision_need_no_cast_to_it(folder):
 def test_weights_of_another_type_are_left_to_from_pretrained():
     """The demo model's text encoders are in fp32, the rest is in bf16."""
     with begun(ROOT / "demo/flux-digits") as early:
-        assert not early.has_begun
+        assert not early.has_copies
         pipeline = load_pipeline(str(ROOT / "demo/flux-digits"), None, CPU, early)
 
     check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(ROOT / "demo/flux-digits"), dtype=torch.bfloat16))

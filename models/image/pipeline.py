@@ -89,7 +89,7 @@ def load_pipeline(model: str, revision: str | None, device: torch.device, early:
         OSError: there is no such folder or repository, or a file is missing or damaged.
     """
     load = partial(DiffusionPipeline.from_pretrained, model, revision=revision, dtype=torch.bfloat16)
-    if early is None or not early.has_begun:
+    if early is None or not early.has_copies:
         return load(device_map=device.type)
     pipeline = load()
     early.give(pipeline.components.values())

@@ -201,7 +201,7 @@ def load_model(model: str, revision: str | None, early: EarlyWeights | None = No
     load = partial(AutoModelForCausalLM.from_pretrained, model, revision=revision)
     if not torch.cuda.is_available():
         return load(dtype=torch.float32)
-    if early is None or not early.has_begun or _is_converted(config):
+    if early is None or not early.has_copies or _is_converted(config):
         if early is not None:
             early.drop()
         return load(dtype=torch.bfloat16, device_map="cuda")
