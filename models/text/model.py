@@ -247,7 +247,7 @@ def _check_defaults(defaults: Any) -> None:
     Raises:
         ValueError: another setting is out of its range.
     """
-    _sampling(TextInputs("", temperature=getattr(defaults, "temperature", None)), defaults)
+    _sampling(TextInputs("", temperature=defaults.temperature), defaults)
     if ignored := [name for name in _IGNORED if getattr(defaults, name, None) not in _NEUTRAL]:
         log.warning(
             "generation_config.json sets %s, which is ignored here: answers differ from `generate`", ", ".join(ignored)
@@ -260,12 +260,12 @@ def _sampling(inputs: TextInputs, defaults: Any) -> Sampling:
     Raises:
         ValueError: a value is out of its range.
     """
-    temperature = getattr(defaults, "temperature", None) if getattr(defaults, "do_sample", False) else 0.0
+    temperature = defaults.temperature if defaults.do_sample else 0.0
     return Sampling(
         temperature=_given(inputs.temperature, temperature, 1.0),
-        top_p=_given(inputs.top_p, getattr(defaults, "top_p", None), 1.0),
-        top_k=_given(inputs.top_k, getattr(defaults, "top_k", None), _DEFAULT_TOP_K),
-        repetition_penalty=_given(inputs.repetition_penalty, getattr(defaults, "repetition_penalty", None), 1.0),
+        top_p=_given(inputs.top_p, defaults.top_p, 1.0),
+        top_k=_given(inputs.top_k, defaults.top_k, _DEFAULT_TOP_K),
+        repetition_penalty=_given(inputs.repetition_penalty, defaults.repetition_penalty, 1.0),
         seed=inputs.seed,
     )
 
