@@ -84,17 +84,17 @@ class Environment:
         """A line for each field that differs, such as `torch 2.11.0 → 2.13.0`. Long lists show new and missing
         parts."""
         return tuple(
-            f"{field.name.replace('_', ' ')} {_difference(ours, theirs)}"
+            f"{field.name.replace('_', ' ')} {_difference(field.name, ours, theirs)}"
             for field in fields(self)
             if (ours := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         )
 
 
-def _difference(ours: Any, theirs: Any) -> str:
+def _difference(name: str, ours: Any, theirs: Any) -> str:
     """`a → b`; for lists, such as the instruction set, `+new -missing`."""
-    if isinstance(ours, str) and isinstance(theirs, str) and ours.count(" ") > 4 and theirs.count(" ") > 4:
+    if name == "instructions":
         ours, theirs = ours.split(), theirs.split()
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+    if isinstance(ours, list | tuple):
         new, gone = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
         return " ".join([*(f"+{part}" for part in new), *(f"-{part}" for part in gone)])
     return f"{'none' if ours == '' else ours} → {'none' if theirs == '' else theirs}"
