@@ -202,15 +202,17 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Found:
-    """What was fetched. `failure` says what went wrong after that, if anything did."""
+    """What was fetched, and in how many seconds. `failure` says what went wrong after that, if anything did."""
 
     packs: PacksOfKey | None = None
     fetched: Fetched = field(default_factory=Fetched)
+    seconds: float = 0.0
     problems: Sequence[str] = ()
     failure: str = ""
 
     def search(self, known: _Known, inbox: Path | None = None) -> None:
         """Fetch what a boot takes, in the place of files of a wrong environment; without an inbox, only look."""
+        began = time.perf_counter()
         self.packs = own = known.packs()
         try:
             for packs in candidates(own, known.store.writing):
@@ -218,13 +220,13 @@ class _Found:
                 self.fetched = replace(
                     fetched,
                     refused=self.fetched.refused + fetched.refused,
-                    seconds=self.fetched.seconds + fetched.seconds,
                     seeded_from=packs.key.model_version if fetched.files and packs is not own else "",
                 )
                 if fetched.files:
                     break
         finally:
             self.problems = known.store.problems
+            self.seconds = time.perf_counter() - began
 
     def report(self, failure: str = "") -> RestoreReport:
         """The report of a restore of these files, or of one with a `failure`."""
@@ -241,7 +243,7 @@ class _Found:
             packs=len(self.fetched.packs),
             files=files,
             stored_bytes=self.fetched.stored_bytes,
-            seconds=self.fetched.seconds,
+            seconds=self.seconds,
             refused=list(self.fetched.refused),
         )
 

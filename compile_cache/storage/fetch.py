@@ -6,7 +6,6 @@ All packs of a key add up.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,7 +238,6 @@ class Fetched:
     packs: tuple[str, ...] = ()
     refused: tuple[RefusedPack, ...] = ()
     stored_bytes: int = 0
-    seconds: float = 0.0
     seeded_from: str = ""
 
 
@@ -254,7 +252,6 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
         StoreError: the store cannot be listed.
         OSError: the staging folder cannot be written.
     """
-    started = time.perf_counter()
     packs.refresh()
     listings = 1
     while True:
@@ -274,7 +271,7 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
         stored_bytes += pack.head.start
         stored_bytes += sum(group[-1].end - group[0].start for group in _groups(pack, chosen))
     names = tuple(pack.entry.name for pack, _ in selection.needed)
-    return Fetched(owners, names, selection.refused, stored_bytes, time.perf_counter() - started)
+    return Fetched(owners, names, selection.refused, stored_bytes)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
