@@ -136,8 +136,10 @@ def split_url(url: str) -> tuple[str, str]:
 
 def _is_store(url: str, schemes: tuple[str, ...]) -> bool:
     scheme, rest = split_url(url)
-    if scheme not in schemes or scheme == "file":
-        return scheme in schemes and bool(rest.strip()) and not re.match(r"[a-z0-9]{2,}:/", rest)
+    if scheme not in schemes:
+        return False
+    if scheme == "file":
+        return bool(rest.strip()) and not re.match(r"[a-z0-9]{2,}:/", rest)
     authority = rest.partition("/")[0].strip()
     # Buckets and containers have no user. The colon is that of a password with a slash in it.
     is_refused = {"?", "#"} & set(rest) or (scheme in STORE_SCHEMES and {"@", ":"} & set(authority))
