@@ -53,7 +53,6 @@ _PLACE_BYTES = 512
 _WEIGHTS_BYTES = 256 << 20
 # Weights on a GPU are random numbers between -_LARGEST and _LARGEST.
 _LARGEST = 0.05
-_DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # In every type of 8 bits, these bytes are small positive numbers.
 _SMALL_BYTES = 1, 48
 # A result of `tensor.__reduce_ex__`: a function, its arguments, attributes, and a function that sets them.
@@ -441,7 +440,7 @@ def _draw(memory: Tensor, dtype: torch.dtype) -> None:
     if dtype.is_complex:
         dtype = dtype.to_real()
     values = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    if dtype in _DRAWN:
-        values.uniform_(-_LARGEST, _LARGEST, generator=generator)
-    elif dtype.is_floating_point and dtype.itemsize == 1:
+    if dtype.is_floating_point and dtype.itemsize == 1:
         memory.random_(*_SMALL_BYTES, generator=generator)
+    elif dtype.is_floating_point:
+        values.uniform_(-_LARGEST, _LARGEST, generator=generator)
