@@ -175,10 +175,7 @@ class Recorder:
             return {name, getattr(other, "name", None)} <= self._compared
         if kind not in _BY_CONTENT and kind not in _BY_VALUE:
             return False
-        try:
-            given = _given(entry) if kind in _BY_CONTENT else None
-        except NotPrecompilable:
-            return False
+        given = _given(entry)
         demand = (name, kind, type(given), given) if kind in _BY_CONTENT else (name,)
         is_met = demand in self._met
         self._met.add(demand)
@@ -188,7 +185,9 @@ class Recorder:
         self, name: str, kind: str, value: Any, entry: GuardFilterEntry | None = None, is_stored: bool = False
     ) -> None:
         try:
-            key = _given(entry) if entry and kind in _BY_CONTENT else None
+            key = _given(entry) if entry else None
+            if kind in _BY_CONTENT and not isinstance(key, str | int | bytes):
+                raise NotPrecompilable(f"torch guards what {name} contains: {key!r}")
             expression = self._in_modules(name)
             was = digest([self._salt, expression, _description(kind, value, key)])
             self._found[RecordedGuard(expression, kind, key, was, is_stored)] = None
@@ -231,14 +230,11 @@ def _has_equals(value: Any) -> bool:
     return type(value) in (float, complex) and value == 0
 
 
-def _given(entry: GuardFilterEntry) -> str | int | bytes:
-    """The attribute or the key that a guard asks for."""
+def _given(entry: GuardFilterEntry) -> Any:
+    """The attribute or the key that a guard asks for; None for other kinds of guards."""
+    name, _ = _BY_CONTENT.get(entry.guard_type, ("", None))
     create = entry.orig_guard.create_fn
-    name, _ = _BY_CONTENT[entry.guard_type]
-    given = create.keywords.get(name, *create.args[:1]) if isinstance(create, functools.partial) else None
-    if not isinstance(given, str | int | bytes):
-        raise NotPrecompilable(f"torch guards what {entry.orig_guard.name} contains: {given!r}")
-    return given
+    return create.keywords.get(name, *create.args[:1]) if name and isinstance(create, functools.partial) else None
 
 
 def _description(kind: str, value: Any, key: Any) -> Description:
