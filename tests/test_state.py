@@ -24,7 +24,6 @@ from compile_cache.inductor.toolchain import configure_torch
 from compile_cache.inductor.torch_state import (
     CONTEXTS,
     SWITCHES,
-    Option,
     ServerState,
     describe_switches,
     modes_of,
@@ -178,8 +177,8 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
     [
         ({"precisions": ("lowest", *["none"] * 9)}, "the precisions of float32 operations are ('highest'"),
         ({"packages": ("no_such_package",)}, "no_such_package"),
-        ({"options": (Option("torch._inductor.config", "no_such_option", pickle.dumps(1)),)}, "config.no_such_option"),
-        ({"options": (Option("torch._inductor.config", "max_autotune", b"damaged"),)}, "config.max_autotune"),
+        ({"options": (("torch._inductor.config", "no_such_option", pickle.dumps(1)),)}, "config.no_such_option"),
+        ({"options": (("torch._inductor.config", "max_autotune", b"damaged"),)}, "config.max_autotune"),
         ({"preparations": ("passes:fail",)}, "passes:fail failed: LookupError"),
         ({"preparations": ("passes:no_such",)}, "passes:no_such"),
     ],
@@ -322,8 +321,8 @@ def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):
     monkeypatch.setattr(passes, "SHARED", armed := passes.Versioned("as imported"), raising=False)
     armed.version = "armed by the setup"
     with torch._inductor.config.patch(post_grad_custom_post_pass=armed):
-        (option,) = [each for each in ServerState.take(False).options if each.name == "post_grad_custom_post_pass"]
-    found = pickle.loads(option.value)
+        (option,) = [each for each in ServerState.take(False).options if each[1] == "post_grad_custom_post_pass"]
+    found = pickle.loads(option[2])
     assert found is not armed
     assert found.version == "armed by the setup"
 

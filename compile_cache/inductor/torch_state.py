@@ -211,29 +211,18 @@ _called: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """An option of torch's compiler: its module, such as `torch._inductor.config`, its name and its pickled value."""
-
-    module: str
-    name: str
-    value: bytes
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
 class ServerState:
     """The state of the server that a call depends on. Equal states name the same artifacts.
 
-    `packages` are those of `VERSIONED_PACKAGES` that the server has imported. `device` is the index of the thread's
-    CUDA device; None before CUDA is used.
+    `options` has the module, the name and the pickled value of each of `changed_options`. `packages` are those of
+    `VERSIONED_PACKAGES` that the server has imported. `device` is the index of the thread's CUDA device; None before
+    CUDA is used.
     """
 
     on_gpu: bool
     switches: tuple[Any, ...]
     precisions: tuple[str, ...]
-    options: tuple[Option, ...]
+    options: tuple[tuple[str, str, bytes], ...]
     packages: tuple[str, ...]
     preparations: tuple[str, ...]
     device: int | None
@@ -257,7 +246,7 @@ class ServerState:
             on_gpu,
             values,
             precisions(),
-            tuple(_packed(*option) for option in changed_options()),
+            tuple((module, name, _packed(module, name, value)) for module, name, value in changed_options()),
             tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             tuple(_registered),
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
@@ -283,7 +272,7 @@ class ServerState:
         _run_once(self.preparations)
         with ExitStack() as stack:
             for option in self.options:
-                _make_option(option, stack)
+                _make_option(*option, stack)
             if self.device is not None:
                 with _making("the CUDA device"):
                     stack.enter_context(torch.cuda.device(self.device))
@@ -320,14 +309,14 @@ class ServerState:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
 
 
-def _make_option(option: Option, stack: ExitStack) -> None:
+def _make_option(module: str, name: str, packed: bytes, stack: ExitStack) -> None:
     """Give the option its value in this thread, and let the stack reset it."""
-    with _making(str(option)):
-        config, value = importlib.import_module(option.module), pickle.loads(option.value)
-        if getattr(config, option.name) != value:
-            stack.enter_context(config.patch({option.name: value}))
-        if (now := getattr(config, option.name)) != value:  # an environment variable can forbid it
-            raise NotHandedOver(f"{option} is {now!r}, and was {value!r} in the server")
+    with _making(f"{module}.{name}"):
+        config, value = importlib.import_module(module), pickle.loads(packed)
+        if getattr(config, name) != value:
+            stack.enter_context(config.patch({name: value}))
+        if (now := getattr(config, name)) != value:  # an environment variable can forbid it
+            raise NotHandedOver(f"{module}.{name} is {now!r}, and was {value!r} in the server")
 
 
 @contextmanager
@@ -387,8 +376,8 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _packed(module: str, name: str, value: Any) -> Option:
-    """An option for another process.
+def _packed(module: str, name: str, value: Any) -> bytes:
+    """An option's value for another process.
 
     Raises:
         NotHandedOver: `value` cannot be pickled, or another process cannot import a part of it.
@@ -401,4 +390,4 @@ def _packed(module: str, name: str, value: Any) -> Option:
             f"{module}.{name} cannot be handed to the compiling process: {error}. Define functions and classes at the "
             "top level of a module that can be imported."
         ) from error
-    return Option(module, name, buffer.getvalue())
+    return buffer.getvalue()
