@@ -136,7 +136,7 @@ class Layers(nn.Module):
 
 def description(module: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """What artifacts are found by: the same for a call and for what another process makes of it."""
-    described = [structure_digest(structure(module)), CallSpec.of((module, args, kwargs)).stored(with_sizes=True)]
+    described = [structure_digest(structure(module)), CallSpec.of((module, args, kwargs)).stored]
     return json.loads(json.dumps(described))
 
 

@@ -56,11 +56,10 @@ class TensorSpec(NamedTuple):
     flags: tuple[bool, ...]
     first: int
 
-    def stored(self, with_sizes: bool) -> Description:
-        """The same in JSON's types; without `with_sizes`, only the number of dimensions."""
-        sizes = [list(self.shape), list(self.strides)] if with_sizes else len(self.shape)
-        names = class_name(self.kind), str(self.dtype), str(self.device), str(self.layout)
-        return [*names, sizes, list(self.flags), self.first]
+    @property
+    def without_sizes(self) -> TensorSpec:
+        """The same with the number of dimensions in place of sizes and strides."""
+        return self._replace(shape=(len(self.shape),), strides=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +100,12 @@ class CallSpec:
 
     @property
     def without_sizes(self) -> CallSpec:
-        """The same with no sizes and strides of tensors."""
-        leaves = (leaf._replace(shape=(), strides=()) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves)
+        """The same with the numbers of dimensions in place of sizes and strides of tensors."""
+        leaves = (leaf.without_sizes if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
-    def stored(self, with_sizes: bool) -> Description:
+    @property
+    def stored(self) -> Description:
         """The inputs in JSON's types, equal in all processes.
 
         Raises:
@@ -113,8 +113,7 @@ class CallSpec:
         """
         if ADDRESS.search(self.nesting):
             raise NotDescribedError("a dictionary with keys that cannot be described")
-        leaves = [leaf.stored(with_sizes) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        return [self.nesting, leaves, list(self.overlaps)]
+        return [self.nesting, [str(leaf) for leaf in self.leaves], list(self.overlaps)]
 
     def __str__(self) -> str:
         """The sizes in words: `4x16, scalar`."""

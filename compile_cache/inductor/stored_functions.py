@@ -279,7 +279,7 @@ class Artifacts:
                     "class": class_name(type(call[0])),
                     "code": sources_digest(call[0]),
                     "structure": structure_digest(spec.structure),
-                    "inputs": spec.stored(with_sizes=dynamic is False),
+                    "inputs": (spec if dynamic is False else spec.without_sizes).stored,
                     "switches": describe_switches(switches(on_gpu(call))),
                 }
             )
