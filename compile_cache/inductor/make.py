@@ -186,9 +186,9 @@ def make(
         return Answer(traced=traced)
     try:
         with uncounted():
-            path, function = artifacts.make(_left_open(dynamic, copies()))
+            function = artifacts.make(_left_open(dynamic, copies()))
             if misfit := function.misfit(copies()):
-                artifacts.reject(path, misfit)
+                artifacts.reject(function.path, misfit)
                 raise ArtifactError(f"it does not fit its own call: {misfit}")
     except CompileCacheError as error:
         reason = str(error)
@@ -201,7 +201,7 @@ def make(
     with pause():
         times = attempt(compare_speed, function, copies)
     compiled_ms, eager_ms = (0.0, 0.0) if isinstance(times, Failure) else times
-    return Answer(path, "", compiled_ms, eager_ms, traced, function)
+    return Answer(function.path, "", compiled_ms, eager_ms, traced, function)
 
 
 def _graphs_made(

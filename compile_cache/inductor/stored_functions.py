@@ -214,9 +214,9 @@ class Artifacts:
                 log.info("precompiled.refused artifact=%s reason=%s", path, error)
         return self._refused[path]
 
-    def make(self, call: Call) -> tuple[str, Precompiled]:
-        """Compile a call ahead of time, write the artifact, and load it as another boot would. Returns its path too.
-        This traces, and runs nothing.
+    def make(self, call: Call) -> Precompiled:
+        """Compile a call ahead of time, write the artifact, and load it as another boot would. This traces, and runs
+        nothing.
 
         Make it after `torch.compile` has run the call: only then is autotuning's choice known.
 
@@ -224,9 +224,7 @@ class Artifacts:
             NotPrecompilable, ArtifactError: no function can serve this call in another process.
             OSError: the cache directory cannot be written.
         """
-        if reason := why_not_ahead(call[0]):
-            raise NotPrecompilable(reason)
-        group = self._group(CallSpec.of(call), call, self._dynamic)
+        group = self._groups(CallSpec.of(call), call)[0]
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         if group.path in self._not_precompilable:
@@ -242,7 +240,7 @@ class Artifacts:
             raise NotPrecompilable("this call has an artifact, which does not fit it")
         self._functions[path] = function = Precompiled(path, record, payload)
         self._refused.pop(path, None)
-        return path, function
+        return function
 
     @contextlib.contextmanager
     def _without_leftovers(self) -> Iterator[None]:
