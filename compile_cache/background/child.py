@@ -30,8 +30,6 @@ from typing import Any, NoReturn
 from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady, causes, log
 from compile_cache.importable import find, own_python
 
-Handler = Callable[[bytes], bytes]
-
 # How often a wait checks that the other process lives. A process left by an order may keep the channel open.
 _LOOK_S = 0.5
 # A killed process that lasts longer hangs in the kernel. The exit does not wait for it.
@@ -248,46 +246,38 @@ def main() -> None:
 def _serve(channel: Connection) -> None:
     """Answer the setup, with nothing or why it failed, and then each order. Raises `EOFError` or `OSError` when the
     server has hung up."""
-    try:
-        handler = _handler(*channel.recv())
-    except BaseException as error:
-        channel.send(_failure(error))
-        return
-    channel.send(None)
-    while True:
-        channel.send(_answer(handler, channel.recv()))
+    handler = _attempt(_handler, *channel.recv())
+    has_failed = isinstance(handler, OrderFailed)
+    channel.send(handler if has_failed else None)
+    while not has_failed:
+        channel.send(_attempt(handler, channel.recv()))
         gc.collect()  # a process that waits for its next order should not hold the last one's memory
 
 
-def _handler(name: str, setup: bytes) -> Handler:
-    """The handler. What its imports make stays, so garbage collections need not look at it, now and after each
-    order."""
+def _handler(name: str, setup: bytes) -> Any:
+    """The function that answers orders. What its imports make stays, so garbage collections need not look at it, now
+    and after each order."""
     gc.disable()
     try:
-        handler: Handler = find(name)(setup)
-        return handler
+        return find(name)(setup)
     finally:
         gc.freeze()
         gc.enable()
 
 
-def _answer(handler: Handler, order: bytes) -> bytes | OrderFailed:
-    """The answer. The process goes on after any error of an order, `SystemExit` included."""
+def _attempt(step: Callable[..., Any], *inputs: Any) -> Any:
+    """The result of a step, or what tells the server of its error, `SystemExit` included. The traceback goes to the
+    log."""
     try:
-        return handler(order)
+        return step(*inputs)
     except BaseException as error:
-        return _failure(error)
-
-
-def _failure(error: BaseException) -> OrderFailed:
-    """What tells the server of an error. The traceback goes to the log."""
-    with suppress(OSError):  # a full disk
-        traceback.print_exception(error)
-    chain = [f"{type(link).__name__}: {link}" for link in causes(error)]
-    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-    message = " ".join(str(error).split())[:_MOST_CHARACTERS]
-    may_succeed_afresh = any(_OF_PROCESS.search(link) for link in chain)
-    return OrderFailed(f"{name}: {message}" if message else name, may_succeed_afresh)
+        with suppress(OSError):  # a full disk
+            traceback.print_exception(error)
+        chain = [f"{type(link).__name__}: {link}" for link in causes(error)]
+        name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+        message = " ".join(str(error).split())[:_MOST_CHARACTERS]
+        may_succeed_afresh = any(_OF_PROCESS.search(link) for link in chain)
+        return OrderFailed(f"{name}: {message}" if message else name, may_succeed_afresh)
 
 
 def _give_way() -> None:
