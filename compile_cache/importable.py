@@ -51,6 +51,14 @@ def find(reference: str) -> Any:
     return found
 
 
+def look_up(reference: str) -> Any:
+    """The same; None if there is none."""
+    try:
+        return find(reference)
+    except (ImportError, AttributeError, ValueError, TypeError):  # odd names of modules, too
+        return None
+
+
 def reference(value: Any) -> str:
     """The name under which `find` gives the same object: `module:qualified.name`, or `module:`.
 
@@ -60,11 +68,7 @@ def reference(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return f"{value.__name__}:"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    try:
-        found = find(f"{module}:{name}") if module and name else None
-    except (ImportError, AttributeError, ValueError, TypeError):  # odd names of modules, too
-        found = None
-    if found is not value:
+    if not (module and name) or look_up(f"{module}:{name}") is not value:
         raise LookupError(f"{name or f'a {type(value).__qualname__}'} cannot be imported")
     return f"{module}:{name}"
 

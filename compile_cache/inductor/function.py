@@ -25,7 +25,7 @@ from compile_cache.calls.description import class_name, code_digest
 from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
 from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
 from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
-from compile_cache.importable import find
+from compile_cache.importable import find, look_up
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Check, Checks, Inputs, RecordedGuard, Recorder, modules_of
 from compile_cache.inductor.lean_loading import torch_key, triton_key
@@ -251,7 +251,7 @@ class Record:
         except (NotPrecompilable, ImportError) as error:
             return f"a source cannot be compared: {error}"
         for name, was in self.functions.items():
-            code = _code_at(name)
+            code = _code_of(look_up(name))
             if code is None or code_digest(code) != was:
                 return f"{name} is not the function that was compiled"
         return ""
@@ -283,16 +283,9 @@ def _functions_by_line(module: str) -> dict[int, dict[str, types.CodeType]]:
         members = vars(value).items() if isinstance(value, type) and value.__module__ == module else ()
         for qualified, part in [(name, value), *((f"{name}.{member}", part) for member, part in members)]:
             code, reference = _code_of(part), f"{module}:{qualified}"
-            if code is not None and _code_at(reference) is code:
+            if code is not None and _code_of(look_up(reference)) is code:
                 found.setdefault(code.co_firstlineno, {})[reference] = code
     return found
-
-
-def _code_at(reference: str) -> types.CodeType | None:
-    try:
-        return _code_of(find(reference))
-    except (ImportError, AttributeError, ValueError, TypeError):  # odd names of modules, too
-        return None
 
 
 def _code_of(value: Any) -> types.CodeType | None:
