@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -119,6 +120,7 @@ def restored(folder: Path, of: Started) -> dict[str, bytes]:
 
 
 def test_everything_is_published_at_the_start_and_the_report_tells_it(local, tmp_path, start):
+    before = random.getstate()
     started = start(local)
     assert started.publisher.wait(PATIENCE_S)
     assert restored(tmp_path, started) == FILES
@@ -126,6 +128,7 @@ def test_everything_is_published_at_the_start_and_the_report_tells_it(local, tmp
     assert (started.report.packs, started.report.files, started.report.stored_bytes) == (1, 2, entry.size_bytes)
     assert list((tmp_path / "cache" / "0.outbox").iterdir()) == [], "a published pack takes no room on the disk"
     assert started.report.failures == []
+    assert random.getstate() == before, "the program's own random numbers"
 
 
 def test_a_report_that_cannot_be_written_costs_nothing_else(local, tmp_path, start):

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 # Files that follow within this time go into the same packs.
 _QUIET_S = 3.0
+# Its own, because the program may have set the seed of Python's.
+_random = random.Random()
 _RETRY_S = 30.0
 # Containers that start together wait up to so long before they upload.
 _SPREAD_S = 3.0
@@ -107,7 +109,7 @@ class Publisher:
                 self._idle.clear()
                 quiet_s = 0.0 if self._staged_files is None else _QUIET_S
                 stage_due_s = 0.0 if self._attempt(self._stage) else time.monotonic() + _retry_s()
-                due_s = time.monotonic() + quiet_s + random.uniform(0.0, _SPREAD_S)
+                due_s = time.monotonic() + quiet_s + _random.uniform(0.0, _SPREAD_S)
             if self._staged and (closing or time.monotonic() >= due_s):
                 self._attempt(self._put_staged)
                 due_s = time.monotonic() + _retry_s()
@@ -131,7 +133,7 @@ class Publisher:
             self._marked_on = today
             self._attempt(lambda: self._publication.mark_used(today), is_upkeep=True)
             if len(self._publication.packs.known) > MOST_PACKS:
-                self._merge_at = time.monotonic() + _MERGE_AFTER_S * random.uniform(1.0, 2.0)
+                self._merge_at = time.monotonic() + _MERGE_AFTER_S * _random.uniform(1.0, 2.0)
         if self._merge_at is not None and time.monotonic() >= self._merge_at and not self._closing.is_set():
             self._merge_at = None
             self._attempt(self._merge, is_upkeep=True)
@@ -207,4 +209,4 @@ class Publisher:
 
 def _retry_s() -> float:
     """The seconds until the next attempt. They are random, so that containers that failed together spread out."""
-    return _RETRY_S * random.uniform(0.5, 1.5)
+    return _RETRY_S * _random.uniform(0.5, 1.5)
