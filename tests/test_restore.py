@@ -74,7 +74,7 @@ def test_a_key_that_is_not_known_in_time_fails_the_restore(tmp_path, monkeypatch
 
 # Without torch, so that another process restores.
 BEGUN = """
-import os, sys, threading, time
+import os, socket, sys, threading, time
 from pathlib import Path
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
@@ -82,6 +82,7 @@ from compile_cache.storage.directory import CacheDirectory
 
 settings = Settings.from_env(os.environ)
 sys.executable = os.environ.get("PYTHON", sys.executable)
+socket.setdefaulttimeout(0.001)  # as programs do that call other servers
 restore = Restore(settings, CacheDirectory.claim(Path(settings.dir)), "model", (), os.environ)
 """
 

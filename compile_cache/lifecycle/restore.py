@@ -117,6 +117,8 @@ class Restore:
         steps = _steps(wanted)
         if environment is None and "torch" not in sys.modules:
             self._channel, theirs = socket.socketpair()
+            for end in (self._channel, theirs):  # the program may have set a timeout of all its sockets
+                end.settimeout(None)
             steps = _steps_elsewhere(wanted, self._channel, theirs, directory.lock_fd)
         self._fetching = _Fetching(steps)
         self._fetching.start()
