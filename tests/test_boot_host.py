@@ -116,6 +116,16 @@ def test_a_cache_directory_mounted_noexec_serves_eager_at_once_and_names_the_set
     assert not (tmp_path / "store").exists()
 
 
+# The working directory
+
+
+def test_a_relative_report_is_written_where_the_boot_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with compile_cache.boot("my-model", environ=settings(tmp_path, scope="off", report="report.json")):
+        monkeypatch.chdir("/")
+    assert (tmp_path / "report.json").exists()
+
+
 # Bytecode
 
 

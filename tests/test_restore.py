@@ -113,6 +113,11 @@ print(report.outcome, len(publication.packs.list()), publication.packs.rules.sig
         assert process.communicate()[0].splitlines() == ["set()", f"hit 1 {public}"]
 
 
+def test_a_relative_store_is_of_the_folder_in_which_the_boot_began(tmp_path):
+    with begun("os.chdir('/')\nrestore._wait()\nprint(restore.location)", settings(tmp_path, store="store")) as process:
+        assert process.communicate()[0] == f"{Path('store').absolute()}\n"
+
+
 @pytest.mark.parametrize(
     ("python", "told"), [("/no/python", "no version of model is stored"), ("/bin/false", "has ended")]
 )
