@@ -8,6 +8,7 @@ paths have the same length, one can replace the other in any file, pickles inclu
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
@@ -126,6 +127,7 @@ class OrderQueue:
         self._start = start
         self._limit_s = limit_s
         self._idle_s = idle_s
+        self._server = os.getpid()
         # By rank, and then in the order in which they came. None wakes the thread.
         self._orders: PriorityQueue[tuple[tuple[int, ...], int, Order | None]] = PriorityQueue()
         self._numbers = itertools.count()
@@ -165,13 +167,17 @@ class OrderQueue:
             return not self.waiting
 
     def close(self) -> None:
-        """Accept no more orders, let the thread cancel those that are left, and stop the process. The exit calls it."""
+        """Accept no more orders, let the thread cancel those that are left, and stop the process. Also the exit hook.
+        Does nothing in a fork."""
+        if os.getpid() != self._server:
+            return
         with self._putting:
             self._is_closed = True
         with self._orders.mutex:
             self._orders.all_tasks_done.notify_all()
         self._orders.put(((), next(self._numbers), None))
         self.released.set()
+        atexit.unregister(self.close)
         with self._starting:
             process = self._process
         if process is not None:
@@ -242,6 +248,7 @@ class OrderQueue:
                 if isinstance(started, Failure):
                     raise ProcessNotReady(f"The compiling process cannot be started: {started.reason}")
                 self._process = started
+                atexit.register(self.close)
                 log.info("background.started pid=%d", self._process.pid)
             return self._process
 
