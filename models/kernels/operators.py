@@ -198,25 +198,12 @@ def decode_attention(
         return _attend_on_gpu(*contiguous, position, scale=scale, window=window, softcap=softcap)
     end = int(position) + 1
     start = max(0, end - window) if window else 0
-    return masked_attention(query, key[:, :, start:end], value[:, :, start:end], None, scale, softcap)
-
-
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
-    """Attention where `mask` is true, [queries, tokens], with groups of query heads. `softcap` bounds the scores.
-
-    query: [1, heads, queries, size], key: [1, key-value heads, tokens, size], value: [1, key-value heads, tokens, value
-    size]; result: [1, heads, queries, value size].
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key, value = key[:, :, start:end], value[:, :, start:end]
     if not softcap:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [1, key-value heads, group, size]
+    scores = torch.tanh(rows @ key.transpose(2, 3) * (scale / softcap)) * softcap
+    return (scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value).flatten(1, 2).unsqueeze(2)
 
 
 @decode_attention.register_fake

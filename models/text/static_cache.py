@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from models.kernels.operators import decode_attention, masked_attention
+from models.kernels.operators import decode_attention
 
 ATTENTION = "static_cache"
 # Layers of other types do not keep the keys and values of all tokens.
@@ -118,20 +118,40 @@ def attend(
     if unknown := sorted(name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None):
         raise ValueError(f"{type(module).__name__} uses {', '.join(unknown)}, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    tokens = query.shape[2]
-    is_plain = not softcap and (sliding_window is None or sliding_window >= tokens)
-    if tokens == 1:
+    if query.shape[2] == 1:
         attended = decode_attention(query, key, value, position, scale, sliding_window or 0, softcap or 0.0)
-    # CUDA's fast kernels accept groups of heads only without a mask, and only for these sizes.
-    elif is_plain and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE:
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        place = torch.arange(tokens, device=query.device)
-        mask = place[:, None] >= place
-        if sliding_window is not None:
-            mask &= place[:, None] < place + sliding_window
-        attended = masked_attention(query, key, value, mask, scale, softcap)
+        attended = _attend_prompt(query, key, value, scale, sliding_window, softcap)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _attend_prompt(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    tokens = query.shape[2]
+    is_windowed = window is not None and window < tokens
+    is_plain = not softcap and not is_windowed
+    # CUDA's fast kernels accept groups of heads only without a mask, and only for these sizes.
+    takes_groups = is_plain and key.shape[3] == value.shape[3] <= _LARGEST_FLASH_SIZE
+    if not takes_groups:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if is_plain:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=takes_groups)
+    place = torch.arange(tokens, device=query.device)
+    mask = place[:, None] >= place
+    if window is not None and is_windowed:
+        mask &= place[:, None] < place + window
+    if not softcap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
