@@ -29,7 +29,7 @@ class Copied:
 def copy_versions(
     source: ReadableStore, target: ObjectStore, is_wanted: Callable[[CacheKey], bool], rules: Rules
 ) -> Copied:
-    """Copy the packs of each wanted version, if `target` does not have them, and their environments' records.
+    """Copy the packs of each wanted version, and their environments' records, if `target` does not have them.
 
     Each pack is read into a temporary folder and verified there; then `target` gets it in one put. So an interrupted
     copy leaves only whole and sound packs, and the next copy goes on from there. A pack that is merged meanwhile is
@@ -56,10 +56,12 @@ def copy_versions(
                 continue
             target.put(pack.name, local)
         copied.packs[pack.name] = pack
-    for digest in sorted({version.key.environment for version in versions}):
-        record = read_record(source, catalog, digest)
-        if record is not None:  # else it is missing, or forged
-            target.put(catalog.records[digest].name, record.to_json().encode())
+    for digest in sorted({version.key.environment for version in versions} & catalog.records.keys()):
+        record = catalog.records[digest]
+        if (record.name, record.size_bytes) not in there:
+            found = read_record(source, catalog, digest)
+            if found is not None:  # else it is forged
+                target.put(record.name, found.to_json().encode())
     return copied
 
 
