@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from compile_cache.errors import SettingsError
@@ -94,7 +94,8 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
-        """Read every `COMPILE_CACHE_*` variable. An empty variable counts as not set.
+        """Read every `COMPILE_CACHE_*` variable. An empty variable counts as not set. Relative paths are those of the
+        current folder, wherever the program goes later.
 
         Raises:
             SettingsError: a variable is unknown, or a value is invalid. One message names all of them.
@@ -115,7 +116,9 @@ class Settings:
             problems.append(str(error))
         if problems:
             raise SettingsError("; ".join(sorted(problems)))
-        return settings
+        report = settings.report and os.path.abspath(settings.report)
+        layers = tuple(map(_from_here, settings.layers))
+        return replace(settings, store=_from_here(settings.store), layers=layers, report=report)
 
     @property
     def may_publish(self) -> bool:
@@ -132,6 +135,11 @@ def split_url(url: str) -> tuple[str, str]:
     """The scheme and the rest of a URL. A local path has the scheme `file`."""
     scheme, separator, rest = url.partition("://")
     return (scheme, rest) if separator else ("file", url)
+
+
+def _from_here(url: str) -> str:
+    """The absolute path of a local store; any other URL as it is."""
+    return url if url == "off" or "://" in url else os.path.abspath(url)
 
 
 def _is_store(url: str, schemes: tuple[str, ...]) -> bool:

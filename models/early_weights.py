@@ -195,8 +195,9 @@ class _Chunk:
 
     def close(self) -> None:
         """Release the memory, once the copying has ended."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.synchronize()
         if self._is_registered:
             import torch
 
@@ -294,7 +295,8 @@ class EarlyWeights:
     @property
     def has_copies(self) -> bool:
         """Whether copies are there, or on their way. Otherwise the caller had better load to the device at once."""
-        return bool(self._copies) or (self._thread is not None and self._thread.is_alive())
+        is_copying = self._thread is not None and self._thread.is_alive()  # asked first: it may end meanwhile
+        return is_copying or bool(self._copies)
 
     def _run(self, device: torch.device) -> None:
         import torch

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,11 +67,9 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
         raise SettingsError(f"boot() takes a list of sources, not {sources!r}: give [{sources!r}]")
     if missing := [str(source) for source in sources if not Path(source).exists()]:
         raise SettingsError(f"boot() has sources that do not exist: {', '.join(missing)}. They start at {Path.cwd()}.")
-    if settings.report is not None:  # the program may go to another folder
-        settings = replace(settings, report=os.path.abspath(settings.report))
     keep_worker_alive_on_interrupt()
     name_user(environ)
-    begun = Boot(settings, model, sources, environ)
+    begun = Boot(settings, model, [Path(source).absolute() for source in sources], environ)
     if _observed is not None:
         _observed.append(begun)
     return begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -49,11 +50,12 @@ class ModelThread:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._thread = ThreadOfModel(target=self._run, name="model", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
 
     def _put(self, call: _Call) -> None:
-        if not self._thread.is_alive():  # in a fork, which has none of the process's other threads
+        if self._process != os.getpid():  # a fork has none of the process's other threads
             with self._starting:
-                if not self._thread.is_alive():
+                if self._process != os.getpid():
                     self._start()
         self._calls.put(call)
 

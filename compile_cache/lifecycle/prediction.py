@@ -97,7 +97,8 @@ def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
             import asyncio
             from concurrent.futures import ThreadPoolExecutor
 
-            if isinstance(threading.current_thread(), ThreadOfModel):  # which `call` may call
+            on_models = isinstance(threading.current_thread(), ThreadOfModel)  # which `call` may call
+            if on_models and asyncio._get_running_loop() is None:
                 asyncio.run(_end(answer))
             else:
                 with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop

@@ -36,7 +36,7 @@ _POLL_S = 0.5
 # Files that follow within this time go into the same packs.
 _QUIET_S = 3.0
 # Its own, because the program may have set the seed of Python's.
-_random = random.Random()
+_random = random.SystemRandom()
 _RETRY_S = 30.0
 # Containers that start together wait up to so long before they upload.
 _SPREAD_S = 3.0

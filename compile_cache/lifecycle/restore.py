@@ -119,7 +119,7 @@ class Restore:
             self._channel, theirs = socket.socketpair()
             for end in (self._channel, theirs):  # the program may have set a timeout of all its sockets
                 end.settimeout(None)
-            steps = _steps_elsewhere(wanted, self._channel, theirs, directory.lock_fd, os.getcwd())
+            steps = _steps_elsewhere(wanted, self._channel, theirs, directory.lock_fd)
         self._fetching = _Fetching(steps)
         self._fetching.start()
 
@@ -274,11 +274,9 @@ def _fetched(known: _Known, inbox: Path) -> Iterator[_Step]:
         yield explain_miss(known.store, known.key, known.environment)
 
 
-def _steps_elsewhere(
-    wanted: _Wanted, channel: socket.socket, theirs: socket.socket, lock_fd: int, folder: str
-) -> Iterator[_Step]:
-    """The same steps, in another process: `main`, in this `folder`. As long as it lives, the cache directory is
-    claimed. If there can be no other process, this one takes them."""
+def _steps_elsewhere(wanted: _Wanted, channel: socket.socket, theirs: socket.socket, lock_fd: int) -> Iterator[_Step]:
+    """The same steps, in another process: `main`. As long as it lives, the cache directory is claimed. If there can be
+    no other process, this one takes them."""
     with channel, channel.makefile("rb") as stream:
         request = pickle.dumps(wanted)
         with theirs:
@@ -286,7 +284,7 @@ def _steps_elsewhere(
             passed = theirs.fileno(), lock_fd
             try:
                 process = subprocess.Popen(
-                    command, cwd=folder, stdin=subprocess.DEVNULL, stdout=2, pass_fds=passed, start_new_session=True
+                    command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=passed, start_new_session=True
                 )
             except OSError as error:
                 log.info("restore.no_process error=%s", error)
