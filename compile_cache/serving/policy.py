@@ -212,7 +212,7 @@ class Policy:
             return None
         record = artifacts.cached(spec, call)
         if record is not None:
-            self.directory.outgoing.use(type(call[0]).__name__)
+            self.directory.outgoing.use(record.path, type(call[0]).__name__)
         return record
 
     def for_graphs(self) -> str:

@@ -27,7 +27,7 @@ from compile_cache.errors import (
     log,
 )
 from compile_cache.inductor.counters import count_precompiled
-from compile_cache.inductor.function_file import SUFFIX, UNPROVED_S, has_artifacts
+from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
 from compile_cache.serving.comparison import generators_at
 from compile_cache.serving.kinds import Case, Code, Kinds, State
 from compile_cache.serving.policy import Policy
@@ -58,6 +58,8 @@ class Source:
         self.shares_weights = True
         # Whether all its modules are needed after READY alone.
         self.is_late = True
+        # The owners of the files of graphs: the class, and records. See `Outgoing`.
+        self._owners = {report.name}
 
     def maker(self, case: Case, call: Call) -> Maker | None:
         """What makes the code of a claimed case in this process, as the policy says; None if nothing does. Then the
@@ -120,6 +122,8 @@ class Source:
         made = make(self.policy.functions, graphs, shadow.copied)
         assert made.traced is not None  # in this process
         self._hand_over(self.policy.directory.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
+        if made.function is None and made.path:
+            self._owners.add(made.path)
         if self.report.note_traced(made.traced, started) and why_not_found:
             self.report.explain(f"not precompiled: {why_not_found}")
         self.report.precompile_s += time.perf_counter() - started - made.traced.seconds
@@ -215,15 +219,15 @@ class Source:
             self.policy.moment.note(case, functools.partial(self._arrive, case, answer.function))
 
     def _hand_over(self, files: Iterable[str], record: str, has_found: bool, wait_s: float = UNPROVED_S) -> None:
-        """Let what was made of a call be published, once its code was compared: a function on its own, graphs and their
-        records by class. `record` is empty if there is none. A record that was written and then did not fit its own
-        call is not published. If it `has_found` graphs, those of another version are this one's too."""
-        outgoing, name = self.policy.directory.outgoing, self.report.name
+        """Let what was made of a call be published, once its code was compared. `record` is empty if there is none. A
+        record that was written and then did not fit its own call is not published. If it `has_found` graphs, those of
+        another version are this one's too."""
+        outgoing = self.policy.directory.outgoing
         others = {path for path in files if not has_artifacts([path])}
-        outgoing.hand_over([record] if record else [], record if record.endswith(SUFFIX) else name, wait_s)
-        outgoing.hand_over(others, name, wait_s)
+        outgoing.hand_over([record] if record else [], record, wait_s)
+        outgoing.hand_over(others, self.report.name, wait_s)
         if record and has_found:
-            outgoing.use(name)
+            outgoing.use(self.report.name)
 
     def take(self, case: Case) -> bool:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
@@ -234,7 +238,7 @@ class Source:
         if case.move(State.TAKEN) and case.path:
             self.report.take_step("precompiled")
         if case.state is State.TAKEN:
-            for owner in filter(None, (case.path, self.report.name)):
+            for owner in (case.path, self.report.name) if case.path else tuple(self._owners):  # one may be added
                 self.policy.directory.outgoing.release(owner)
         return False
 
@@ -287,7 +291,8 @@ class Source:
             self.policy.reject(code.path, reason)
             self.report.note_not_precompiled(reason)
         else:
-            self.policy.directory.outgoing.withdraw(self.report.name)
+            for owner in tuple(self._owners):
+                self.policy.directory.outgoing.withdraw(owner)
         for other in self.kinds:  # the same function serves their calls, or torch may serve them by the same graph
             if other.code is not None and other.code.path == code.path:
                 self.give_up(other, reason)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 class Outgoing:
     """The files of a cache directory that may be published: whoever made a file hands it over, finished and right.
 
-    A file may have an `owner`, with which it is published or withdrawn: the path of a function compiled ahead of time,
-    or the class of a region. `seeds` are another version's files, with their owners. They may be published once this
-    version uses the owner. `withheld` are files of code that failed. `scan` finds the directory's files: see
-    `CacheDirectory`.
+    A file may have an `owner`, with which it is published or withdrawn: the path of a record of what was made, or the
+    class of a region. `seeds` are another version's files, with their owners. They may be published once this version
+    uses the owner. `withheld` are files of code that failed. `scan` finds the directory's files: see `CacheDirectory`.
 
     Several threads use it. Each change is one operation of a dictionary or a set, so a fork needs no lock.
     """
