@@ -26,7 +26,6 @@ import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
 from precompiling import activated, artifacts, boot, build, eager, find, loaded, only_report, tensor, warm_up, warmed
-from programs import run_program
 
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
@@ -232,24 +231,6 @@ def test_an_artifact_is_found_while_another_thread_loads_one(made):
     # In torch 2.11 options belong to all threads, and torch sets this option while it loads.
     with torch._inductor.config.patch(enable_autograd_for_aot=True):
         assert isinstance(find(made, build(Block), tensor()), Precompiled)
-
-
-_IMPORTS_WHILE_LOADING = """
-import concurrent.futures, importlib, sys
-from compile_cache.inductor.lean_loading import import_loader, without_compiler
-names = ["torch._inductor.graph", "torch._inductor.codegen.memory_planning", "torch.export.pt2_archive"]
-import_loader()
-with without_compiler(), concurrent.futures.ThreadPoolExecutor() as threads:
-    from torch._inductor.graph import GraphLowering
-    assert "torch._inductor.compile_fx" not in sys.modules
-    got = [*threads.map(importlib.import_module, names)]
-assert got == [*map(importlib.import_module, names)] and all(vars(module)["__file__"] for module in got)
-assert got[0].GraphLowering is not GraphLowering and got[2].__all__
-"""
-
-
-def test_modules_that_another_thread_imports_while_functions_load_are_torchs_own():
-    assert (ran := run_program(_IMPORTS_WHILE_LOADING)).returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("name", ["post_grad_custom_pre_pass", "joint_custom_post_pass"])

@@ -4,14 +4,13 @@ All of it is speed: without it, `aot.load_function` loads the same functions.
 
 Generated code, and torch's loader of it, import a few names from inside the compiler: a namespace of matrix products, a
 function that rounds up, a hook for tests. These imports bring most of the modules of a boot with precompiled regions.
-So a thread that loads gets these names without them. Any other import of these modules is as without this file.
+So substitutes provide these names while a thread loads. For any other name, a substitute imports the real module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.machinery
 import importlib.util
 import sys
 import threading
@@ -113,85 +112,71 @@ def _contents() -> dict[str, dict[str, Any]]:
     }
 
 
-class _Deferred(types.ModuleType):
-    """A module that runs its own file when it is imported, or asked for a name that it lacks. Until then, a thread that
-    loads functions gets `content` and runs nothing."""
+class _Substitute(types.ModuleType):
+    """A substitute for a module that is not imported yet.
+
+    The thread that made it gets `content`. Any other thread, and any other name, gets the real module, which is
+    imported then.
+    """
 
     def __init__(self, name: str, content: dict[str, Any]) -> None:
         super().__init__(name)
-        del self.__spec__  # so each import of it asks `__getattr__`
-        vars(self)["_content"] = {"__spec__": None, **content}
+        vars(self).update(_content=content, _thread=threading.get_ident())
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(_thread, "loads") and name in (content := vars(self).get("_content", {})):
-            return content[name]
-        if name.startswith("__") and (hasattr(_thread, "loads") or name not in ("__spec__", "__path__", "__all__")):
+        if name.startswith("__"):
             raise AttributeError(name)
-        self._run()
-        return getattr(self, name)
-
-    def _run(self) -> None:
-        """Have Python import this very object, so other threads wait for it as for any module."""
-        parent, _, child = self.__name__.rpartition(".")
-        package = importlib.import_module(parent)
-        spec: Any = importlib.machinery.PathFinder.find_spec(self.__name__, package.__path__)
-        loader = spec.loader
-
-        def create(_: Any) -> types.ModuleType:
-            spec._initializing, self.__spec__ = True, spec  # from now on, other threads wait
-            self.__class__ = types.ModuleType  # type: ignore[assignment]
-            return self
-
-        def run(_: Any) -> None:
-            self.__loader__ = spec.loader = loader
-            if vars(self).pop("_content", None):  # else another thread was first
-                loader.exec_module(self)
-
-        spec.loader = types.SimpleNamespace(create_module=create, exec_module=run)
-        importlib._bootstrap._load(spec)  # type: ignore[attr-defined]
-        setattr(package, child, self)
+        if name in self._content and threading.get_ident() == self._thread:
+            return self._content[name]
+        _remove(self)
+        return getattr(importlib.import_module(self.__name__), name)
 
 
-# It has the attribute `loads` in a thread that loads functions.
-_thread = threading.local()
+def _remove(substitute: types.ModuleType) -> None:
+    if sys.modules.get(substitute.__name__) is substitute:
+        del sys.modules[substitute.__name__]
 
 
 @contextlib.contextmanager
-def _deferring(contents: dict[str, dict[str, Any]], stays: bool = False) -> Iterator[None]:
-    """Let this thread import these modules without running them while the context lasts, if none has run yet."""
-    deferred = [_Deferred(name, content) for name, content in contents.items() if name not in sys.modules]
-    sys.modules.update({module.__name__: module for module in deferred})
-    _thread.loads = True
+def without_compiler() -> Iterator[None]:
+    """Provide the substitutes to this thread while the context lasts. Modules that are imported already stay.
+
+    torch has no option for this: generated code and its loader name these modules in their own text. Without the
+    substitutes, a boot that loads two functions imports 450 modules more, for 0.8 s of CPU time (median of 4 pairs).
+    """
+    if not hasattr(torch._inductor, "debug"):
+        # Each call of generated code reads this attribute. An import of the real module replaces it.
+        torch._inductor.debug = _Substitute("torch._inductor.debug", {})
+        vars(torch._inductor.debug)["RECORD_GRAPH_EXECUTION"] = False
+    substitutes = [_Substitute(name, content) for name, content in _contents().items() if name not in sys.modules]
+    sys.modules.update({substitute.__name__: substitute for substitute in substitutes})
     try:
         yield
     finally:
-        del _thread.loads
-        for module in () if stays else deferred:
-            with importlib._bootstrap._ModuleLockManager(module.__name__):  # type: ignore[attr-defined]
-                if type(module) is _Deferred:
-                    del sys.modules[module.__name__]
+        for substitute in substitutes:
+            _remove(substitute)
 
 
-def without_compiler() -> contextlib.AbstractContextManager[None]:
-    """Provide these names to this thread without their modules while the context lasts.
+class _Deferred(types.ModuleType):
+    """A package that runs its own file when it first lacks a name. Its modules can be imported before."""
 
-    torch has no option for this: generated code and its loader name these modules in their own text. Without it, a boot
-    that loads two functions imports 450 modules more, for 0.8 s of CPU time (median of 4 pairs).
-    """
-    if not hasattr(torch._inductor, "debug"):  # each call of generated code reads this
-        torch._inductor.debug = sys.modules["torch._inductor.debug"] = _Deferred("torch._inductor.debug", {})
-        vars(torch._inductor.debug)["RECORD_GRAPH_EXECUTION"] = False
-    return _deferring(_contents())
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
+            raise AttributeError(name)
+        self.__class__ = types.ModuleType  # type: ignore[assignment]
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
 
 
 def _codecache() -> Any:
     """torch's module of stored code. It needs two small files of the package for exported programs, whose other 15
     modules take a third of this import."""
     spec = importlib.util.find_spec("torch.export.pt2_archive")
-    with _deferring({spec.name: {"__path__": spec.submodule_search_locations}} if spec else {}, stays=True):
-        if spec:
-            vars(torch.export)["pt2_archive"] = sys.modules[spec.name]
-        return importlib.import_module("torch._inductor.codecache")
+    if spec is not None and spec.name not in sys.modules:
+        package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        package.__class__ = _Deferred
+        vars(torch.export)["pt2_archive"] = package
+    return importlib.import_module("torch._inductor.codecache")
 
 
 _torch_key: Any = _codecache().torch_key
