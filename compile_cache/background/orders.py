@@ -200,11 +200,12 @@ class OrderQueue:
 
     def _next(self) -> Order | None:
         """The next order, once there is one; None after `close`. Meanwhile an idle process is ended."""
-        while True:
+        while not self._is_closed:
             try:
                 return self._orders.get(timeout=None if self._process is None else self._idle_s)[-1]
             except Empty:
                 self._end_process()
+        return None
 
     def _take_all(self) -> list[Order]:
         """Take all orders out of the queue."""
