@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from compile_cache.errors import SettingsError
@@ -50,7 +50,7 @@ class Settings:
     report: str | None = None
 
     def __post_init__(self) -> None:
-        """Check that the settings can work together.
+        """Check that the settings can work together, and make paths absolute: the program may go to another folder.
 
         Raises:
             SettingsError: the directory's path cannot be used, or a store is invalid. The message names the variables.
@@ -79,6 +79,9 @@ class Settings:
         problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
         if problems:
             raise SettingsError("; ".join(problems))
+        object.__setattr__(self, "store", _from_here(self.store))
+        object.__setattr__(self, "layers", tuple(map(_from_here, self.layers)))
+        object.__setattr__(self, "report", self.report and os.path.abspath(self.report))
 
     def _layer_problem(self, layer: str) -> str | None:
         scheme, rest = split_url(layer)
@@ -94,8 +97,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
-        """Read every `COMPILE_CACHE_*` variable. An empty variable counts as not set. Relative paths are those of the
-        current folder, wherever the program goes later.
+        """Read every `COMPILE_CACHE_*` variable. An empty variable counts as not set.
 
         Raises:
             SettingsError: a variable is unknown, or a value is invalid. One message names all of them.
@@ -116,9 +118,7 @@ class Settings:
             problems.append(str(error))
         if problems:
             raise SettingsError("; ".join(sorted(problems)))
-        report = settings.report and os.path.abspath(settings.report)
-        layers = tuple(map(_from_here, settings.layers))
-        return replace(settings, store=_from_here(settings.store), layers=layers, report=report)
+        return settings
 
     @property
     def may_publish(self) -> bool:

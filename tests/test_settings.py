@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 
 import pytest
 from signing_keys import make_keys
@@ -17,7 +18,8 @@ _, OTHER_PUBLIC = make_keys("other")
 GOOD = [
     *(("STORE", url, url) for url in ("s3://bucket/prefix", "gs://b/prefix", "az://container", "file:///packs", "off")),
     ("LAYERS", "/opt/packs", ("/opt/packs",)),
-    ("LAYERS", "baked, s3://bucket/a ,https://mirror/packs,", ("baked", "s3://bucket/a", "https://mirror/packs")),
+    ("LAYERS", "/a, s3://bucket/a ,https://mirror/packs,", ("/a", "s3://bucket/a", "https://mirror/packs")),
+    ("LAYERS", "a", (str(Path("a").absolute()),)),
     ("SIGNING_KEY", PRIVATE, PRIVATE),
     ("TRUSTED_KEYS", f"{PUBLIC}, {OTHER_PUBLIC}", (PUBLIC, OTHER_PUBLIC)),
     # A C++ kernel was compiled in a folder of each.

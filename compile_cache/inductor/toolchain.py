@@ -121,12 +121,12 @@ def _set(config: Any, name: str, value: Any) -> None:
 
 def _remembering(check_build: Any) -> Any:
     """Wrap torch's test of a set of instructions. A stored answer is `true`: a failure may have a passing cause."""
-    codecache: Any = importlib.import_module("torch._inductor.codecache")
 
     @functools.wraps(check_build)
     def remembering(isa: Any, code: str) -> bool:
         question = [str(isa), isa.build_arch_flags(), isa._arch_flags, code, instruction_flags()]
         answer = json.dumps({"question": question, "answer": True}).encode()
+        codecache: Any = importlib.import_module("torch._inductor.codecache")
         path = Path(codecache.cache_dir(), "toolchain", f"{digest(question)}.json")
         with contextlib.suppress(OSError):  # it is not known
             if path.read_bytes() == answer:
