@@ -107,3 +107,22 @@ def test_an_artifact_comes_after_the_kernels_that_it_needs(tmp_path, monkeypatch
     monkeypatch.setattr(orders_module, "copy_artifact", lambda *_: found.append(there()))
     orders.take(Answer(files=(artifact, kernel)))
     assert found == [True]
+
+
+def test_a_file_is_taken_with_the_cache_directorys_path_in_place_of_the_workshops(tmp_path):
+    directory = CacheDirectory.claim(tmp_path)
+    orders = Orders(Settings(), directory)
+    orders.workshop.mkdir()
+    (orders.workshop / "kernel.json").write_text(f"{orders.workshop}/kernel.so")
+    orders.take(Answer(files=("kernel.json",)))
+    assert (directory.path / "kernel.json").read_text() == f"{directory.path}/kernel.so"
+
+
+def test_a_result_of_tuning_that_torch_has_rewritten_takes_the_place_of_the_old_one(tmp_path):
+    directory, path = CacheDirectory.claim(tmp_path), "kernel.best_config"
+    orders = Orders(Settings(), directory)
+    orders.workshop.mkdir()
+    for folder, text in ((directory.path, "old"), (orders.workshop, "new")):
+        (folder / path).write_text(text)
+    orders.take(Answer(files=(path,)))
+    assert (directory.path / path).read_text() == "new"

@@ -11,7 +11,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from compile_cache.errors import ArtifactError
-from compile_cache.serving.comparison import Comparison, compare
+from compile_cache.serving.comparison import Comparison, compare, generators_at
 
 
 def test_complex_outputs_may_round_as_real_ones_do():
@@ -121,3 +121,10 @@ def test_a_difference_of_8_bits_is_not_hidden_by_a_rounding_error_beside_it():
         expected = eager if found[0] is rounded else eager[::-1]
         assert not compare((found,), (expected,)).passed
     assert compare(((rounded, eager[1]),), (eager,)).passed
+
+
+def test_generators_from_which_another_prediction_has_drawn_are_not_set_back():
+    with generators_at(is_alone=lambda: False):
+        torch.rand(1)
+        state = torch.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), state)

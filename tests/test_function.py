@@ -734,3 +734,11 @@ class IntoOut(nn.Module):
 def test_what_is_written_by_out_is_known():
     x, y = OVERLAPPING["in part"](torch.randn(24, 16))
     assert writes_where_tensors_overlap((IntoOut(), (x, y), {}))
+
+
+def test_a_function_whose_global_is_gone_fits_no_call(made, monkeypatch):
+    block = build(Global)
+    found = find(made, block, tensor())
+    assert fits(found, block, tensor())
+    monkeypatch.delattr(blocks, "COUNT")
+    assert not fits(found, block, tensor())

@@ -436,12 +436,15 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
     assert not list(directory.path.rglob("*.compared"))
 
 
-@pytest.mark.parametrize(("is_hit", "comparisons"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(("is_hit", "is_marked", "comparisons"), [(True, True, 1), (True, False, 2), (False, True, 2)])
 def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_instance(
-    directory, monkeypatch, is_hit, comparisons
+    directory, monkeypatch, is_hit, is_marked, comparisons
 ):
     module = build(Product)
     warmed(directory, module)
+    for mark in directory.path.rglob("*.compared"):
+        if not is_marked:
+            mark.unlink()
     compared = []
     monkeypatch.setattr(
         "compile_cache.serving.comparison.compare", lambda *answers: compared.append(answers) or compare(*answers)

@@ -565,3 +565,22 @@ def test_an_input_that_is_a_part_of_a_buffer_that_is_written_is_an_eager_kind_of
             found, expected = (eager(m, m.past[:4] if is_part else tensor().clone()) for m in (block, twin))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert "it writes into memory that two of its tensors share" in only_report(compiler).reason
+
+
+class BreaksBefore(Streaming):
+    """Served by graphs, whose calls are settled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_an_input_that_is_a_part_of_a_buffer_is_not_like_a_settled_call_with_another(directory):
+    with torch.inference_mode():
+        block, twin = build(BreaksBefore), build(BreaksBefore)
+    compiler = boot(directory, block, settings=PRECOMPILED)
+    warm_up(compiler, lambda: [block(tensor()) for _ in range(3)])
+    with prediction(compiler.policy.moment), torch.inference_mode():
+        assert [step_of(compiler, block) for _ in range(2)] == ["compiled"] * 2
+        block.past.copy_(tensor(8, SIZE)), twin.past.copy_(tensor(8, SIZE))
+        torch.testing.assert_close(block(block.past[:4]), twin(twin.past[:4]), rtol=1e-3, atol=1e-3)

@@ -59,3 +59,10 @@ def test_a_generator_of_the_modules_own_is_copied_with_its_state():
     module.generator = torch.Generator().manual_seed(7)
     copied = Shadow((module, (), {})).call[0].generator
     assert torch.rand((), generator=copied) == torch.rand((), generator=module.generator)
+
+
+def test_a_tensor_without_a_plain_storage_is_copied():
+    x = torch.ones(3).to_sparse()
+    copied = Shadow((nn.Identity(), (x,), {})).call[1][0]
+    copied._values().fill_(2)
+    assert torch.equal(x.to_dense(), torch.ones(3))
