@@ -179,15 +179,17 @@ class _Chunk:
 
     def copy(self, targets: list[torch.Tensor]) -> bool:
         """Begin to copy the pieces into `targets`, which hold bytes. Returns whether their memory is pinned: a sandbox
-        may refuse that, and the driver then copies through memory of its own, which takes longer."""
+        may refuse that, and they then go through pinned memory of torch's, which takes the CPU's time."""
         import torch
 
         if targets[0].is_cuda:
             error = torch.cuda.cudart().cudaHostRegister(self._address, self._size, _READ_ONLY)
             self._is_registered = not int(error)
-        skipped = self.pieces[0][2] - self._begin
         memory = torch.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), dtype=torch.uint8)
-        sources = memory[skipped:].split_with_sizes([count for *_, count in self.pieces])
+        memory = memory[self.pieces[0][2] - self._begin :]
+        if targets[0].is_cuda and not self._is_registered:
+            memory = memory.pin_memory()
+        sources = memory.split_with_sizes([count for *_, count in self.pieces])
         torch._foreach_copy_(targets, list(sources), non_blocking=True)
         if targets[0].is_cuda:
             self._copied = torch.cuda.current_stream(targets[0].device).record_event()
