@@ -285,7 +285,7 @@ def _instances(made: RandomModule, arguments: argparse.Namespace) -> list[Subjec
 
 def _watch_moves() -> list[str]:
     """A list to which each way is added that a case goes and `MOVES` does not have."""
-    from compile_cache.serving.kinds import MOVES, Case
+    from compile_cache.serving.states import MOVES, Case
 
     wrong: list[str] = []
     slot: Any = Case.state
@@ -302,7 +302,7 @@ def _watch_moves() -> list[str]:
 
 def _left_halfway(boot: Boot, name: str) -> list[str]:
     """The cases of a class whose code is still being found or made."""
-    from compile_cache.serving.kinds import State
+    from compile_cache.serving.states import State
 
     (kinds,) = (region.source.kinds for region in boot._regions.by_class.values() if region.report.name == name)
     return [f"a case is left {case.state}" for case in kinds if case.state in (State.CLAIMED, State.ORDERED)]

@@ -63,9 +63,9 @@ class Machine:
 
     def stage(self) -> tuple[Pack, ...]:
         """Packs of everything that no restore brought."""
-        outgoing = self.directory.outgoing
-        outgoing.hand_over(outgoing.appeared())
-        return self.publication.stage(outgoing.ready(), "the test")
+        publishable = self.directory.publishable
+        publishable.hand_over(publishable.appeared())
+        return self.publication.stage(publishable.ready(), "the test")
 
     def publish(self) -> tuple[Pack, ...]:
         packs = self.stage()

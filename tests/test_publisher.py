@@ -22,7 +22,7 @@ from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.outgoing import Outgoing
+from compile_cache.storage.publishable import Publishable
 from compile_cache.storage.stores.base import ObjectStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
@@ -43,7 +43,7 @@ class Hanging:
 class Compiled:
     """A compiler of which some files are losers of autotuning."""
 
-    outgoing: Outgoing | None = None
+    publishable: Publishable | None = None
     unread: Collection[str] = ()
     has_others: bool = False
 
@@ -52,7 +52,7 @@ class Compiled:
 
     def hand_over_others(self) -> None:
         self.has_others = False
-        self.outgoing.hand_over(self.outgoing.appeared())
+        self.publishable.hand_over(self.publishable.appeared())
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Started:
 
     def make(self, files: dict[str, bytes], owner: str = "", wait_s: float = 0.0) -> None:
         self.machine.write(files)
-        self.machine.directory.outgoing.hand_over(files, owner, wait_s)
+        self.machine.directory.publishable.hand_over(files, owner, wait_s)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
         report, written = BootReport(), tmp_path / "report.json"
         settings = Settings(exit_budget_s=exit_budget_s, report=str(written))
         if compiler is not None:
-            compiler.outgoing = machine.directory.outgoing
+            compiler.publishable = machine.directory.publishable
         publisher = Publisher(machine.publication, report, settings, compiler)
         started.append(Started(publisher, machine, report.publish, written))
         started[-1].make(files)
@@ -167,8 +167,8 @@ def test_what_no_case_made_is_published_when_torch_has_compiled_something(local,
 def test_what_no_boot_reads_and_what_failed_is_not_published(local, tmp_path, start):
     started = start(local, compiler=Compiled(unread={"kernel.so"}), begin=False)
     started.make({"wrong.aot": b"wrong", "wrong.so": b"its kernel"}, "wrong.aot")
-    started.machine.directory.outgoing.withdraw("wrong.aot")
-    started.machine.directory.outgoing.plant({"unused.aot": "unused.aot"})
+    started.machine.directory.publishable.withdraw("wrong.aot")
+    started.machine.directory.publishable.plant({"unused.aot": "unused.aot"})
     started.publisher.start()
     started.publisher.flush()
     assert restored(tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
@@ -182,7 +182,7 @@ def test_a_file_that_waits_is_published_when(local, tmp_path, start, way):
     if way == "the process ends":
         started.publisher.flush()
     elif way == "its owner is released":
-        started.machine.directory.outgoing.release("one.aot")
+        started.machine.directory.publishable.release("one.aot")
     else:
         started.make({"one.aot": b"code", "one.so": b"its kernel"}, "one.aot", -1)
     assert started.publisher.wait(PATIENCE_S)
@@ -289,13 +289,13 @@ def test_what_is_withdrawn_after_it_was_packed_is_not_uploaded(start, tmp_path):
     started = start(Watched(tmp_path / "store", list=lambda _: withdraw()), files={}, begin=False)
     started.make(FILES, owner="Block")
     started.make({"other.so": b"of another class"}, owner="Other")
-    outgoing, outbox = started.machine.directory.outgoing, started.machine.directory.outbox
+    publishable, outbox = started.machine.directory.publishable, started.machine.directory.outbox
     packed = []
 
     def withdraw() -> None:
         if any(outbox.rglob("*.pack")) and not packed:
             packed.append(True)
-            outgoing.withdraw("Block")
+            publishable.withdraw("Block")
 
     started.publisher.start()
     assert started.publisher.wait(PATIENCE_S)

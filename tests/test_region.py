@@ -32,7 +32,7 @@ from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving.comparison import compare
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
-from compile_cache.storage.outgoing import Outgoing
+from compile_cache.storage.publishable import Publishable
 
 close = torch.testing.assert_close
 CACHED = Settings(precompile=False)
@@ -432,7 +432,7 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
     close(answers, [eager(build(Product), tensor()), eager(build(Product, 2.0), tensor())])
     close([predict(right, tensor()), predict(wrong, tensor())], answers)
     assert "differs from eager" in only_report(compiler).reason
-    assert compiler.policy.directory.outgoing.withheld
+    assert compiler.policy.directory.publishable.withheld
     assert not list(directory.path.rglob("*.compared"))
 
 
@@ -462,21 +462,21 @@ def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it
     modules = [build(Product), build(Product)]
     first = boot(directory, *modules)
     warm_up(first, lambda: [module(tensor()) for module in modules])
-    owners = first.policy.directory.outgoing.ready(is_ending=True)
+    owners = first.policy.directory.publishable.ready(is_ending=True)
     assert len(marks := [path for path in owners if path.endswith(".compared")]) == 1
     modules = [build(Product), build(Product)]
-    directory.outgoing = Outgoing(directory.scan)
-    directory.outgoing.plant(owners)
+    directory.publishable = Publishable(directory.scan)
+    directory.publishable.plant(owners)
     second = Regions(resolve_cold_start(Settings()), directory)
     for module in modules:
         second.compile(module)
     with torch.inference_mode(), second.watching():
         modules[0](tensor())
-        published = second.policy.directory.outgoing.ready(is_ending=True)
+        published = second.policy.directory.publishable.ready(is_ending=True)
         assert [path for path in published if path.endswith(".aot")]
         assert not published.keys() & {*marks}
         modules[1](tensor())
-    assert {*marks} <= second.policy.directory.outgoing.ready(is_ending=True).keys()
+    assert {*marks} <= second.policy.directory.publishable.ready(is_ending=True).keys()
 
 
 def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compared(shared, monkeypatch):

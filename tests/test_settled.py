@@ -22,9 +22,9 @@ from compile_cache.calls import spec as call_spec
 from compile_cache.calls.spec import CallSpec, likeness
 from compile_cache.serving import region as routing
 from compile_cache.serving.comparison import Comparison
-from compile_cache.serving.kinds import Case, State
 from compile_cache.serving.regions import Regions
 from compile_cache.serving.source import Source
+from compile_cache.serving.states import Case, State
 from compile_cache.settings import Settings
 
 TABLE = torch.eye(SIZE)

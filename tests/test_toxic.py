@@ -265,7 +265,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
     def make() -> Published:
         spoiled = machine(proxy.url, "spoiled")
         spoiled.write(MADE)
-        spoiled.directory.outgoing.hand_over(MADE)
+        spoiled.directory.publishable.hand_over(MADE)
         publisher = Publisher(spoiled.publication, BootReport(), Settings(exit_budget_s=EXIT_BUDGET_S))
         started.append(publisher)
         publisher.start()

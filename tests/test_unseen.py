@@ -41,7 +41,7 @@ def answer(block: nn.Module, rows: int) -> torch.Tensor:
 
 def functions_of(compiler: Regions) -> list[str]:
     """The paths of all functions that were handed over."""
-    return [path for path in compiler.policy.directory.outgoing.ready(is_ending=True) if path.endswith(".aot")]
+    return [path for path in compiler.policy.directory.publishable.ready(is_ending=True) if path.endswith(".aot")]
 
 
 def served(compiler: Regions) -> dict[str, int]:
@@ -73,9 +73,9 @@ def many(directory, monkeypatch):
 
     def take_and_look(orders: Orders, answer: Answer) -> None:
         take(orders, answer)
-        outgoing = orders._directory.outgoing
-        outgoing.hand_over(outgoing.appeared())  # as the publisher may do at any moment
-        early.update({*answer.files} & outgoing.ready().keys())
+        publishable = orders._directory.publishable
+        publishable.hand_over(publishable.appeared())  # as the publisher may do at any moment
+        early.update({*answer.files} & publishable.ready().keys())
 
     monkeypatch.setattr(Orders, "take", take_and_look)
     blocks = [build(Product) for _ in range(6)]
@@ -93,7 +93,7 @@ def answer_all(blocks: list[nn.Module], rows: int = 4) -> None:
 
 def marks(compiler: Regions) -> set[str]:
     """What tells later boots that code was compared on all instances."""
-    return {path for path in compiler.policy.directory.outgoing.ready(is_ending=True) if path.endswith(".compared")}
+    return {path for path in compiler.policy.directory.publishable.ready(is_ending=True) if path.endswith(".compared")}
 
 
 def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_next_one_is_served(many):
@@ -108,28 +108,28 @@ def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_nex
 
 def test_an_answer_without_code_uses_nothing_of_another_version(directory):
     regions = boot(directory, build(Product), settings=BACKGROUND)
-    directory.outgoing.plant({"seed.so": "Product"})
+    directory.publishable.plant({"seed.so": "Product"})
     (region,) = regions.by_class.values()
     region.source._hand_over((), "", has_found=True)
-    assert directory.outgoing.ready() == {}
+    assert directory.publishable.ready() == {}
     region.source._hand_over((), "precompiled/a/0.cached", has_found=False)
-    assert directory.outgoing.ready().keys() <= {"precompiled/a/0.cached"}
+    assert directory.publishable.ready().keys() <= {"precompiled/a/0.cached"}
     region.source._hand_over((), "precompiled/a/0.cached", has_found=True, wait_s=0.0)
-    directory.outgoing.withheld.add("precompiled/a/0.cached")
-    assert directory.outgoing.ready() == {"seed.so": "Product"}
+    directory.publishable.withheld.add("precompiled/a/0.cached")
+    assert directory.publishable.ready() == {"seed.so": "Product"}
 
 
 def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_or_at_the_end(many):
     blocks, compiler = many
     (path,) = functions_of(compiler)
-    outgoing = compiler.policy.directory.outgoing
+    publishable = compiler.policy.directory.publishable
     answer_all(blocks[:5])
-    assert outgoing.ready() == {}
-    at_the_end = outgoing.ready(is_ending=True)
+    assert publishable.ready() == {}
+    at_the_end = publishable.ready(is_ending=True)
     assert at_the_end[path] == path
     answer_all(blocks[5:])
     answer_all(blocks[:1])  # by code that is taken
-    assert outgoing.ready().items() >= at_the_end.items()
+    assert publishable.ready().items() >= at_the_end.items()
     assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"Product"}
 
 

@@ -46,8 +46,8 @@ _CREATOR = f"compile_cache {VERSION}"
 
 
 class Publisher:
-    """Publishes for one boot, or one program, what is handed over to `directory.outgoing`. `start` begins at READY and
-    registers the exit hook. `regions` hands over the files that no case made.
+    """Publishes what is `directory.publishable`, for one boot or one program. `start` begins at READY and registers the
+    exit hook. `regions` hands over the files that no case made.
 
     Each attempt updates and writes `report`.
     """
@@ -56,7 +56,7 @@ class Publisher:
         self, publication: Publication, report: BootReport, settings: Settings, regions: Regions | None = None
     ) -> None:
         self._publication = publication
-        self._outgoing = publication.directory.outgoing
+        self._publishable = publication.directory.publishable
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
@@ -123,7 +123,7 @@ class Publisher:
 
     def _is_to_stage(self) -> bool:
         has_others = self._regions is not None and self._regions.has_others
-        return has_others or self._staged_files != self._outgoing.ready(self._closing.is_set())
+        return has_others or self._staged_files != self._publishable.ready(self._closing.is_set())
 
     def _tend(self) -> None:
         """Mark the key as used, once a day and after each publish. If it has too many packs, merge them a while
@@ -168,7 +168,7 @@ class Publisher:
         self._staged, self._staged_files = [], None  # staging empties the outbox first; after a failure it is due again
         if self._regions is not None:
             self._regions.hand_over_others()
-        ready = self._outgoing.ready(self._closing.is_set())
+        ready = self._publishable.ready(self._closing.is_set())
         unread = self._regions.unread_files(ready) if self._regions is not None else set()
         with noted("publish", "pack"):
             files = {path: record for path, record in ready.items() if path not in unread}

@@ -21,8 +21,8 @@ from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
 from compile_cache.calls.tensors import Call
 from compile_cache.errors import ArtifactError, Failure, attempt, log
 from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
-from compile_cache.serving.kinds import Case, Kinds, State
 from compile_cache.serving.moment import LOCK, Moment
+from compile_cache.serving.states import Case, Kinds, State
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.timeline import noted
@@ -154,7 +154,7 @@ class Policy:
             if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.LATE):
                 return False
             self.late |= dict.fromkeys(paths, True)
-        self.directory.outgoing.use(*paths, type(call[0]).__name__)  # the process may end before the next call
+        self.directory.publishable.use(*paths, type(call[0]).__name__)  # the process may end before the next call
         return True
 
     def _load_late(self, late: dict[str, bool]) -> None:
@@ -188,7 +188,7 @@ class Policy:
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
-            self.directory.outgoing.use(found.path, type(call[0]).__name__)
+            self.directory.publishable.use(found.path, type(call[0]).__name__)
         return found
 
     def mark_compared(self, path: str, is_late: bool) -> None:
@@ -197,12 +197,12 @@ class Policy:
             marked = attempt(artifacts.mark_compared, path, is_late)
             # No owner's: a version that uses another's function has not compared it yet.
             if isinstance(marked, str):
-                self.directory.outgoing.hand_over([marked], marked)
+                self.directory.publishable.hand_over([marked], marked)
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
         for each in (path, *marks_of(path)):
-            self.directory.outgoing.withdraw(each)
+            self.directory.publishable.withdraw(each)
         if (artifacts := self.functions) is not None:
             artifacts.reject(path, reason)
 
@@ -212,7 +212,7 @@ class Policy:
             return None
         record = artifacts.cached(spec, call)
         if record is not None:
-            self.directory.outgoing.use(record.path, type(call[0]).__name__)
+            self.directory.publishable.use(record.path, type(call[0]).__name__)
         return record
 
     def for_graphs(self) -> str:

@@ -54,11 +54,11 @@ from compile_cache.errors import (
 from compile_cache.inductor.counters import read_counts
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Comparison
-from compile_cache.serving.kinds import WITH_CODE, Case, Code, Standing, State
 from compile_cache.serving.moment import LOCK, Known
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.source import Maker, Source
+from compile_cache.serving.states import WITH_CODE, Case, Code, Standing, State
 from compile_cache.timeline import note
 
 # Outside predictions, what lies in a module is looked at again after so many calls.

@@ -16,7 +16,7 @@ from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Traced
-    from compile_cache.serving.kinds import Kinds
+    from compile_cache.serving.states import Kinds
 
 # Best first. A region reports the worst step that any call needed.
 _LADDER = ("unused", "late", "precompiled", "cached", "cold", "eager")

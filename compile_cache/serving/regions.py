@@ -135,12 +135,12 @@ class Regions:
     def hand_over_others(self) -> None:
         """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
         toolchain. Not while a case makes files."""
-        counts, outgoing, making = read_counts(), self.policy.directory.outgoing, self.policy.making
+        counts, publishable, making = read_counts(), self.policy.directory.publishable, self.policy.making
         if not making.locked():
-            others = outgoing.appeared()
+            others = publishable.appeared()
             if not making.locked():  # it takes longer than to look at a directory
                 self._others_at = counts
-                outgoing.hand_over(others)
+                publishable.hand_over(others)
 
     def unread_files(self, paths: Iterable[str]) -> set[str]:
         """Those that no warm boot will read: candidates that autotuning did not choose."""

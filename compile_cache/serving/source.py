@@ -29,9 +29,9 @@ from compile_cache.errors import (
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
 from compile_cache.serving.comparison import generators_at
-from compile_cache.serving.kinds import Case, Code, Kinds, State
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
+from compile_cache.serving.states import Case, Code, Kinds, State
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Graphs, Traced
@@ -58,7 +58,7 @@ class Source:
         self.shares_weights = True
         # Whether all its modules are needed after READY alone.
         self.is_late = True
-        # The owners of the files of graphs: the class, and records. See `Outgoing`.
+        # The owners of the files of graphs: the class, and records. See `Publishable`.
         self._owners = {report.name}
 
     def maker(self, case: Case, call: Call) -> Maker | None:
@@ -100,8 +100,8 @@ class Source:
     def make(self, case: Case, maker: Maker, shadow: Shadow) -> None:
         """Make a claimed case's code in this process."""
         started = time.perf_counter()
-        outgoing = self.policy.directory.outgoing
-        outgoing.hand_over(outgoing.appeared())  # those so far are not of this call
+        publishable = self.policy.directory.publishable
+        publishable.hand_over(publishable.appeared())  # those so far are not of this call
         with generators_at(is_alone=self.policy.moment.stays_alone()):
             code = attempt(maker, shadow)
         if not isinstance(code, Failure):
@@ -109,7 +109,7 @@ class Source:
         elif isinstance(code.error, GraphNotStored):
             self.order(case, attempt(self.pack, case, shadow.call))
         else:
-            outgoing.withheld |= outgoing.appeared()
+            publishable.withheld |= publishable.appeared()
             self.give_up(case, self._failure(code, time.perf_counter() - started))
 
     def _made(self, why_not_found: str, shadow: Shadow) -> Code:
@@ -121,7 +121,7 @@ class Source:
         graphs = self._graphs  # with this, the compiler is imported, and there are artifacts
         made = make(self.policy.functions, graphs, shadow.copied)
         assert made.traced is not None  # in this process
-        self._hand_over(self.policy.directory.outgoing.appeared(), made.path, made.traced.counts.hits > 0)
+        self._hand_over(self.policy.directory.publishable.appeared(), made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
         if self.report.note_traced(made.traced, started) and why_not_found:
@@ -222,12 +222,12 @@ class Source:
         """Let what was made of a call be published, once its code was compared. `record` is empty if there is none. A
         record that was written and then did not fit its own call is not published. If it `has_found` graphs, those of
         another version are this one's too."""
-        outgoing = self.policy.directory.outgoing
+        publishable = self.policy.directory.publishable
         others = {path for path in files if not has_artifacts([path])}
-        outgoing.hand_over([record] if record else [], record, wait_s)
-        outgoing.hand_over(others, self.report.name, wait_s)
+        publishable.hand_over([record] if record else [], record, wait_s)
+        publishable.hand_over(others, self.report.name, wait_s)
         if record and has_found:
-            outgoing.use(self.report.name)
+            publishable.use(self.report.name)
 
     def take(self, case: Case) -> bool:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
@@ -239,7 +239,7 @@ class Source:
             self.report.take_step("precompiled")
         if case.state is State.TAKEN:
             for owner in (case.path, self.report.name) if case.path else tuple(self._owners):  # one may be added
-                self.policy.directory.outgoing.release(owner)
+                self.policy.directory.publishable.release(owner)
         return False
 
     def mark(self, case: Case) -> None:
@@ -255,7 +255,7 @@ class Source:
         """Conclude nothing from a comparison that did not end. A later call repeats it, or the instance is left out."""
         reason = f"not compared with eager: {Failure(error).reason}"
         if case.path:  # the files of graphs have other owners
-            self.policy.directory.outgoing.doubt(case.path)
+            self.policy.directory.publishable.doubt(case.path)
         if case.unended == len(_TRIES_AFTER):
             self.leave_out(case, module, reason)
             case.unended = 0
@@ -292,7 +292,7 @@ class Source:
             self.report.note_not_precompiled(reason)
         else:
             for owner in tuple(self._owners):
-                self.policy.directory.outgoing.withdraw(owner)
+                self.policy.directory.publishable.withdraw(owner)
         for other in self.kinds:  # the same function serves their calls, or torch may serve them by the same graph
             if other.code is not None and other.code.path == code.path:
                 self.give_up(other, reason)

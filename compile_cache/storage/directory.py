@@ -18,7 +18,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from compile_cache.errors import CacheDirectoryError
-from compile_cache.storage.outgoing import Outgoing
+from compile_cache.storage.publishable import Publishable
 
 _MOST_DIRECTORIES = 64
 # Lock files, unfinished files, and precompiled headers, which are useless without a compile.
@@ -34,7 +34,7 @@ class CacheDirectory:
         self.inbox, self.outbox, self.logs, self.compilers = self.beside
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
-        self.outgoing = Outgoing(self.scan)
+        self.publishable = Publishable(self.scan)
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:

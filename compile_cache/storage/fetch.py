@@ -281,8 +281,8 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
         OSError: the cache directory cannot be written.
     """
     if fetched.seeded_from:
-        directory.outgoing.plant(fetched.files)
-    directory.outgoing.expect(fetched.files)
+        directory.publishable.plant(fetched.files)
+    directory.publishable.expect(fetched.files)
     for folder in directory.inbox.iterdir():
         _move_into(str(folder), str(directory.path))
     return len(fetched.files)

@@ -22,11 +22,11 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import nn
 
+from models import leave_out_foreign_lines
 from models.early_weights import EarlyWeights
 from models.image.lora import Loras
 from models.image.pictures import fit
 from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
-from models.log_lines import leave_out_foreign_lines
 
 _WARM_UP_STEPS = 2
 # What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take

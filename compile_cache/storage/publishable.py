@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 
-class Outgoing:
+class Publishable:
     """The files of a cache directory that may be published: whoever made a file hands it over, finished and right.
 
     A file may have an `owner`, with which it is published or withdrawn: the path of a record of what was made, or the

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.spec import Call, CallSpec, top_sizes
-from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
+from compile_cache.serving.states import MOVES, Case, Kinds, Standing, State
 
 
 class Code:
