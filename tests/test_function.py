@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules import module as module_hooks
 
+from compile_cache.calls.overlaps import writes_where_tensors_overlap
 from compile_cache.calls.spec import CallSpec
-from compile_cache.calls.tensors import writes_where_tensors_overlap
 from compile_cache.errors import ArtifactError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.function import Precompiled, Record

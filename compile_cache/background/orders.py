@@ -24,8 +24,7 @@ from queue import Empty, PriorityQueue
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.calls.pickling import hand_over
-from compile_cache.calls.spec import on_gpu
-from compile_cache.calls.tensors import Call
+from compile_cache.calls.spec import Call, on_gpu
 from compile_cache.errors import CompileCacheError, Failure, OrderFailed, ProcessDied, ProcessNotReady, attempt, log
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact

@@ -21,8 +21,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
-from compile_cache.calls.layouts import Handle, TensorDescriber, UsedStorage, layout, make_storages
-from compile_cache.calls.tensors import Call
+from compile_cache.calls.spec import Call
+from compile_cache.calls.tensors import Handle, TensorDescriber, UsedStorage, layout, make_storages
 from compile_cache.errors import Failure, NotHandedOver, first_line, log
 from compile_cache.importable import find, named_objects, why_not
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.calls.layouts import STORAGE_ALIGNMENT_BYTES, MadeStorage, UsedStorage
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object
-from compile_cache.calls.tensors import Call
+from compile_cache.calls.spec import Call
+from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, MadeStorage, UsedStorage
 from compile_cache.errors import Failure, NotHandedOver
 
 # These are the same in all of the process.

@@ -20,9 +20,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.tensors import OWN_TENSORS, Args, Call, Kwargs, overlaps
+from compile_cache.calls.overlaps import OWN_TENSORS, overlaps
 from compile_cache.errors import NoGraph
 
+# The arguments of a call, and the call: module, args and kwargs.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[nn.Module, Args, Kwargs]
+# How many dispatch modes there are in this thread.
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Whether `torch.jit.trace` records this thread.
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 # torch's own walk over nested containers, which Dynamo uses too.
 pytree = _pytree
 # So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several

@@ -22,8 +22,19 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.spec import GLOBAL_HOOKS, HOOKS, Parts, call_region, on_gpu, parts_of, why_eager
-from compile_cache.calls.tensors import Args, Call, Kwargs, overlaps_of
+from compile_cache.calls.overlaps import overlaps_of
+from compile_cache.calls.spec import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    Args,
+    Call,
+    Kwargs,
+    Parts,
+    call_region,
+    on_gpu,
+    parts_of,
+    why_eager,
+)
 from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
 from compile_cache.importable import find, look_up
 from compile_cache.inductor.aot import Compilation, compile_call, load_function

@@ -23,8 +23,8 @@ from unittest import mock  # torch has imported it
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import CallSpec, call_by_graph, call_region, on_gpu, pytree
-from compile_cache.calls.tensors import Args, Call, Kwargs, writes_where_tensors_overlap
+from compile_cache.calls.overlaps import writes_where_tensors_overlap
+from compile_cache.calls.spec import Args, Call, CallSpec, Kwargs, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, read_counts, uncounted
 from compile_cache.inductor.function_file import SUFFIX

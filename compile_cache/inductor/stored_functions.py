@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
-from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
-from compile_cache.calls.tensors import Call
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec, on_gpu
 from compile_cache.errors import ArtifactError, NotPrecompilable, log
 from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest

@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-from compile_cache.calls.spec import autocast_dtype
-from compile_cache.calls.tensors import count_dispatch_modes
+from compile_cache.calls.spec import autocast_dtype, count_dispatch_modes
 from compile_cache.errors import Failure, NotHandedOver
 from compile_cache.importable import find, reference, why_not
 

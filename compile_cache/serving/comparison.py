@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile_cache.calls.overlaps import slots_of
 from compile_cache.calls.shadow import Shadow, state_of
-from compile_cache.calls.spec import COMPILED_CALL, pytree
-from compile_cache.calls.tensors import Call, slots_of
+from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
-from compile_cache.calls.tensors import Call
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
 from compile_cache.errors import ArtifactError, Failure, attempt, log
 from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
 from compile_cache.serving.moment import LOCK, Moment

@@ -19,27 +19,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_cache.calls.overlaps import overlaps_of, reachable_tensors
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     RECOMPILE_LIMIT,
+    Args,
+    Call,
+    Kwargs,
     Parts,
     call_region,
+    count_dispatch_modes,
     growth,
+    is_tracing,
     likeness,
     modes,
     serve_by,
     top_sizes,
     why_eager,
     with_plain_strides,
-)
-from compile_cache.calls.tensors import (
-    Args,
-    Call,
-    Kwargs,
-    count_dispatch_modes,
-    is_tracing,
-    overlaps_of,
-    reachable_tensors,
 )
 from compile_cache.errors import (
     ArtifactError,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import RECOMPILE_LIMIT
-from compile_cache.calls.tensors import Call
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
 from compile_cache.errors import (
     CompileCacheError,
     Failure,

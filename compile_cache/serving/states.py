@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
-from compile_cache.calls.tensors import Call
+from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
 from compile_cache.of_each import OfEach
 from compile_cache.serving.moment import LOCK
 

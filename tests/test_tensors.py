@@ -11,9 +11,9 @@ import torch
 from precompiling import build, eager, find, loaded, tensor
 from torch import nn
 
-from compile_cache.calls import layouts
-from compile_cache.calls.layouts import StorageLayout
+from compile_cache.calls import tensors
 from compile_cache.calls.pickling import hand_over, receive
+from compile_cache.calls.tensors import StorageLayout
 
 SIZE = 16
 LAYERS = 6
@@ -50,8 +50,8 @@ class Writing(Layers):
 @pytest.fixture(autouse=True)
 def buffer_bytes(monkeypatch) -> int:
     """A buffer for two and a half of the weights."""
-    monkeypatch.setattr(layouts, "_WEIGHTS_BYTES", 5 * WEIGHT_BYTES // 2)
-    return layouts._WEIGHTS_BYTES
+    monkeypatch.setattr(tensors, "_WEIGHTS_BYTES", 5 * WEIGHT_BYTES // 2)
+    return tensors._WEIGHTS_BYTES
 
 
 def handed(module: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ def test_weights_take_no_more_than_the_buffer_and_all_else_has_its_own_memory(bu
 
 
 def test_weights_that_fit_into_the_buffer_do_not_overlap(monkeypatch):
-    monkeypatch.setattr(layouts, "_WEIGHTS_BYTES", 100 * WEIGHT_BYTES)
+    monkeypatch.setattr(tensors, "_WEIGHTS_BYTES", 100 * WEIGHT_BYTES)
     made, _ = handed(build(Layers), tensor())
     assert not any(overlap(one, other) for one, other in combinations(made.parameters(), 2))
 
@@ -110,14 +110,14 @@ def test_weights_that_are_mapped_take_no_room(monkeypatch):
     own = StorageLayout("cpu", 0, WEIGHT_BYTES, 0, torch.float32, None, True)
     shared = StorageLayout("cpu", 0, 1 << 40, 0, torch.float32, ("a handle",), True)
     storage = torch.zeros(1).untyped_storage()
-    monkeypatch.setattr(layouts, "mapped", lambda handle: storage)
-    made, mapping = layouts.make_storages([own, shared])
+    monkeypatch.setattr(tensors, "mapped", lambda handle: storage)
+    made, mapping = tensors.make_storages([own, shared])
     assert made.storage.nbytes() == WEIGHT_BYTES
     assert mapping.storage is storage
 
 
 def test_a_weight_that_is_larger_than_the_buffer_fits(monkeypatch):
-    monkeypatch.setattr(layouts, "_WEIGHTS_BYTES", 64)
+    monkeypatch.setattr(tensors, "_WEIGHTS_BYTES", 64)
     made, _ = handed(build(Layers), tensor())
     assert span_bytes(*(layer.weight for layer in made.layers)) < 2 * WEIGHT_BYTES
 
