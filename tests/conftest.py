@@ -87,7 +87,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put a `g++` into PATH that compiles nothing twice, for this and later runs and all processes that they start.
 
     Its folder is in the environment, and named by all that a result depends on beside its source and its options.
+
+    Without `-m gpu`, no GPU is seen: tests fork processes that have asked torch for one, where CUDA cannot begin.
     """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     compiler = shutil.which("g++")
     if hasattr(config, "workerinput") or compiler is None:
         return
@@ -132,7 +136,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA GPU")
+            pytest.skip("needs a CUDA GPU: pytest -m gpu")
 
 
 @dataclass(frozen=True)
