@@ -148,7 +148,7 @@ def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_i
     spans = [Span("second process", "Block 4x16", 2.0, 20.0), Span("publish", "put", 900.0, 1.0)]
     BootReport(ready_s=4.0, spans=spans).write(tmp_path / "report.json")
     run(tmp_path / "report.json")
-    assert "Block 4x16 20.0 s" in page().text
+    assert "Block 4x16\n\N{NO-BREAK SPACE}20.0 s" in page().text
     assert "Later work that is not drawn: 1 span." in page().text
 
 

@@ -111,7 +111,7 @@ def lanes_of(spans: Iterable[Span]) -> dict[str, list[list[Span]]]:
 
 
 class Bar(NamedTuple):
-    """A span in a timeline; places are percents. Its label has `room` until the next bar, and is cut off there."""
+    """A span in a timeline; places are percents. Its name, and its time, are shown if the next bar leaves `room`."""
 
     title: str
     seconds: float
@@ -119,7 +119,7 @@ class Bar(NamedTuple):
     left: float
     width: float
     room: float
-    label: str
+    name: str
 
 
 def page_of(reports: Mapping[Path, BootReport], now_s: float) -> str:
@@ -219,5 +219,4 @@ def _bars(row: Sequence[Span], window_s: float) -> Iterator[Bar]:
         left = min(100 * span.start_s / window_s, 99.8)
         width = max(0.2, min(100 * span.seconds / window_s, 100 - left))
         title = f"{span.name}: {span.seconds:.3f} s, from {span.start_s:.3f} s"
-        label = f"{span.name} {seconds_text(span.seconds)}"
-        yield Bar(title, span.seconds, kind_of(span), left, width, 100 * end_s / window_s - left, label)
+        yield Bar(title, span.seconds, kind_of(span), left, width, 100 * end_s / window_s - left, span.name)
