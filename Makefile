@@ -21,12 +21,13 @@ SOAKS := "soak_publish.py --rounds 200" \
   "fuzz_serving.py --sets --modules 63 --policy background" \
   "fuzz_serving.py --modules 100 --policy block" "fuzz_serving.py --modules 100 --policy background"
 
-.PHONY: setup wheel demo test examples container soak lint types clean
+.PHONY: setup wheel demo test test-gpu examples container soak lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        boot the demo model in a real Cog server: eager, cold, restored"
-	@echo "make test        run the whole test suite"
+	@echo "make test        run the test suite; it uses no GPU"
+	@echo "make test-gpu    the tests that need a CUDA GPU"
 	@echo "make examples    boot the examples in Cog servers with tiny weights; one alone: make examples EXAMPLE=speech"
 	@echo "make setup       the environment alone, in .venv"
 	@echo "make wheel       the library for other projects, in dist"
@@ -46,6 +47,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
 
 examples: $(READY)
 	PYTHONPATH=$(CURDIR)/$(LORA) $(BIN)/python examples/run_examples.py $(EXAMPLE)

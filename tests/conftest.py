@@ -136,7 +136,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA GPU: pytest -m gpu")
+            pytest.skip("needs a CUDA GPU: make test-gpu")
 
 
 @dataclass(frozen=True)
