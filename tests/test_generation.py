@@ -11,7 +11,7 @@ import torch
 from random_texts import FAMILIES, greedy, make, prompt
 
 from models.text.generation import Generator, Request
-from models.text.layers import use_token_layers
+from models.text.layers import most_positions, use_token_layers
 from models.text.sampling import Sampling
 
 CACHE_TOKENS = 64
@@ -48,6 +48,7 @@ def test_a_rope_that_would_change_with_the_padding_does_not(length):
     changes = {"rope_parameters": {**rope, "original_max_position_embeddings": 24}}
     changes["original_max_position_embeddings"] = 24
     made = Generator(make("phi3", **changes), 24, (24,))
+    assert most_positions(make("phi3", **changes).config) == 24
     assert list(made.tokens(Request(prompt(length), 4))) == greedy(make("phi3", **changes), prompt(length), 4)
 
 

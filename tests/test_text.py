@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sums import answer, prompt, unseen_sums
@@ -58,9 +59,22 @@ def test_a_text_comes_in_pieces_of_whole_characters_and_may_fill_the_cache(model
     assert model.request(RAMBLING).max_new_tokens == 64 - len(model.request(RAMBLING).prompt)
 
 
-def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed):
-    values = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+def test_a_stop_sequence_ends_the_answer_and_what_only_begins_one_is_part_of_it(model):
+    inputs = replace(RAMBLING, max_new_tokens=40)
+    whole = text(model, inputs)
+    assert text(model, replace(inputs, stop_sequences=(whole[5:8],))) == whole[: whole.index(whole[5:8])]
+    assert text(model, replace(inputs, stop_sequences=(f"{whole[-2:]} and more",))) == whole
+
+
+def test_a_tokenizer_that_cannot_stream_is_refused(model):
+    with pytest.raises(ValueError, match=r"needs a tokenizer\.json"):
+        TextModel(model.generator, SimpleNamespace(is_fast=False), SETTINGS)
+
+
+def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed, caplog):
+    values = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "min_p": 0.1}
     model = changed("generation_config.json", **values)
+    assert "sets min_p, which is ignored here" in caplog.text
     assert model.request(TextInputs("1+1=")).sampling == Sampling(0.6, 0.9, 20, 1.1, 0)
     given = TextInputs("1+1=", temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=9)
     assert model.request(given).sampling == Sampling(0.0, 1.0, 0, 1.0, 9)
