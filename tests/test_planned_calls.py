@@ -155,6 +155,15 @@ def test_no_prediction_begins_while_generators_are_set_back():
         assert not is_alone
 
 
+def test_code_that_arrives_is_no_other_prediction():
+    moment = Moment()
+    stays_alone = moment.stays_alone()
+    moment.note("code", lambda: None)
+    assert stays_alone()
+    moment.begin()
+    assert not stays_alone()
+
+
 def test_a_prediction_that_is_just_beginning_is_not_overlooked(monkeypatch):
     """Another thread asks while the changes are made."""
     monkeypatch.setattr("compile_cache.serving.moment._LONGEST_WAIT_S", -1.0)

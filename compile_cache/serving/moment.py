@@ -44,6 +44,7 @@ class Moment:
         # Made when a prediction, or a round of the warm-up, has ended whole: then each instance has made its calls.
         self._endings: dict[object, Callable[[], object]] = {}
         self._is_new = False
+        self._begun = 0
         self.open = 0
         self.known: OfEach[Known] = OfEach()
 
@@ -71,6 +72,7 @@ class Moment:
                 log.warning("serve.mixed open=%d Predictions overlap all the time: these change their code.", self.open)
                 self._take()
             self.open += 1
+            self._begun += 1
             is_new, self._is_new = self._is_new, False
             return is_new
 
@@ -121,8 +123,8 @@ class Moment:
     def stays_alone(self) -> Callable[[], bool]:
         """A function that says whether, from now on, no other prediction was open."""
         with LOCK:  # not while another one begins
-            known, is_alone = self.known, self.open <= 1
-        return lambda: is_alone and self.known is known
+            begun, is_alone = self._begun, self.open <= 1
+        return lambda: is_alone and self._begun == begun
 
     def forget_threads(self) -> None:
         """In a fork: predictions of other threads never end there, and what they hold is never released."""
