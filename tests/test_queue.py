@@ -118,11 +118,16 @@ def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_
     assert (held.waiting, len(started.processes)) == (0, 1)
 
 
-def test_orders_of_many_threads_are_all_answered(queue):
+def test_orders_of_many_threads_start_one_thread_and_are_all_answered(queue, monkeypatch):
+    begun: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "compile_cache.background.orders.end_at_exit", lambda *thread: begun.append(thread) or time.sleep(0.1)
+    )
     with ThreadPoolExecutor(8) as threads:
         made = [*threads.map(lambda _: put(queue, *[order("echo", size=1)] * 10), range(8))]
     assert queue.wait(PATIENCE_S)
     assert [each.answer.done() for orders in made for each in orders] == [True] * 80
+    assert len(begun) == 1
 
 
 def test_idle_process_ends_and_the_next_order_starts_another(make_queue, started):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.spec import Call, CallSpec, top_sizes
+from compile_cache.serving.moment import LOCK
 from compile_cache.serving.states import MOVES, Case, Kinds, Standing, State
 
 
@@ -185,6 +188,16 @@ def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_
     assert states == [State.NEW] * 12
     assert not any(case.is_to_compare(module) for case in kinds for module in modules)
     assert [case_of(kinds, module, number).spec.numbers for number, module in enumerate(modules)]
+
+
+def test_whether_an_instance_is_to_compare_is_not_asked_in_the_middle_of_a_change():
+    module = nn.Identity()
+    case = case_of(Kinds(), module, 1)
+    with ThreadPoolExecutor(1) as threads, LOCK:
+        asked = threads.submit(case.is_to_compare, module)
+        time.sleep(0.1)
+        serve(case, module)
+    assert not asked.result()
 
 
 def test_an_eager_case_hides_no_code_that_leaves_its_sizes_open():

@@ -198,6 +198,11 @@ def test_a_function_that_another_checkout_pickled_is_not_found(restart, monkeypa
     assert only_report(warmed(restart, build(Block))).made == 1
 
 
+def test_two_classes_of_one_name_and_file_are_told_apart_by_their_methods():
+    one, other = (type("Made", (torch.nn.Module,), {"forward": kind.forward}) for kind in (Block, Batched))
+    assert precompiled.sources_digest(one()) != precompiled.sources_digest(other())
+
+
 def of_version(package: str) -> types.ModuleType:
     """A stand-in for a package."""
     module = types.ModuleType(package)

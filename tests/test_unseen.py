@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,8 +24,8 @@ from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.make import Answer
 from compile_cache.lifecycle import host
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving import kinds
 from compile_cache.serving import region as routing
+from compile_cache.serving import states
 from compile_cache.serving.comparison import Check
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
@@ -416,7 +417,7 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(dire
 
 
 def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(directory, monkeypatch):
-    monkeypatch.setattr(kinds, "MOST_FUNCTIONS", 2)
+    monkeypatch.setattr(states, "MOST_FUNCTIONS", 2)
     block, compiler = arrived(directory, Scaled)
     for scale in (1.0, 2.0, 3.0, 4.0, 5.0):
         block.scale = scale
@@ -600,3 +601,11 @@ def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(dir
     compiler.policy._wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001
+
+
+def test_threads_that_order_at_one_time_have_one_queue(directory, monkeypatch):
+    policy, made, make = boot(directory, settings=BACKGROUND).policy, [], Orders.__init__
+    monkeypatch.setattr(Orders, "__init__", lambda *inputs: made.append(inputs) or time.sleep(0.1) or make(*inputs))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: policy.orders(), range(2)))
+    assert len(made) == 1
