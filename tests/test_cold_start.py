@@ -79,6 +79,7 @@ def in_mount(tmp_path) -> tuple[Path, tuple[str, ...]]:
         *((COG, {"UNSEEN": value}, ["background", value, 240.0]) for value in (*VALUES, "eager", "error")),
         ((), {"UNSEEN": "eager"}, ["block", "eager", 240.0]),
         (COG, {"SETUP_BUDGET_S": "0"}, ["background", "background", 0.0]),
+        (COG, {"PRECOMPILE": "0"}, BLOCK),
     ],
 )
 def test_a_lasting_worker_compiles_in_the_background_and_a_given_value_wins(tmp_path, arguments, variables, expected):

@@ -504,14 +504,6 @@ def test_an_instance_that_is_first_called_late_has_one_code_in_a_prediction(dire
     assert found == [["precompiled"] * 3, ["eager"] * 3, ["precompiled"] * 3, ["precompiled"] * 3]
 
 
-def test_the_first_call_that_a_request_compiles_is_precompiled(directory):
-    block = build(Block)
-    compiler = boot(directory, block, settings=Settings(cold_start="background", unseen="block"))
-    with prediction(compiler.policy.moment):
-        eager(block, tensor())
-    assert only_report(compiler).made == 1
-
-
 def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(directory, monkeypatch):
     block = build(Block)
     compiler = boot(directory, block, settings=STATES["ordered"][0])

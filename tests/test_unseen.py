@@ -22,8 +22,6 @@ from compile_cache.calls import spec as call_spec
 from compile_cache.errors import UnseenCallError
 from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.make import Answer
-from compile_cache.lifecycle import host
-from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving import region as routing
 from compile_cache.serving import states
 from compile_cache.serving.comparison import Check
@@ -508,13 +506,6 @@ def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the
     answer_all([block] * 2, 5)
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 2, "precompiled": 1}
-
-
-def test_auto_blocks_where_nothing_may_be_compiled_ahead_of_time(monkeypatch):
-    monkeypatch.setattr(host, "_server", lambda: "stays")
-    assert resolve_cold_start(Settings()).cold_start == "background"
-    found = resolve_cold_start(replace(Settings(), precompile=False))
-    assert (found.cold_start, found.unseen) == ("block", "block")
 
 
 @pytest.fixture
