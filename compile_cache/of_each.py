@@ -30,8 +30,7 @@ class OfEach(MutableMapping[Any, T]):
         number, mapping = id(one), weakref.ref(self)
 
         def forget(_: object) -> None:
-            if (of_each := mapping()) is not None:
-                of_each._held.pop(number, None)
+            getattr(mapping(), "_held", {}).pop(number, None)  # the mapping may be gone
 
         self._held[number] = weakref.ref(one, forget), value
 

@@ -165,13 +165,6 @@ class Environ(Weighted):
         return torch.addmm(x, x, self.weight, alpha=2.0 if os.environ.get("BLOCK_GAIN") else 1.0)
 
 
-class Two(nn.Module):
-    """Two inputs, which it only reads."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.mm(torch.mm(x, y.T), x)
-
-
 class Pair(nn.Module):
     """Two inputs, the first of which it changes before it reads both."""
 

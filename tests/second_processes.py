@@ -76,7 +76,6 @@ def use_compiler() -> None:
     C++: a process keeps libraries that all kernels share, and a fork would not put them into its own cache directory.
     What compiling C++, and the library, import of other packages is imported here too.
     """
-    import torch
     import torch.utils.cpp_extension
     from torch._dynamo.utils import counters
     from tqdm import tqdm

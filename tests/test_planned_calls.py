@@ -141,20 +141,15 @@ def test_a_change_that_fails_costs_no_other_change_and_no_prediction():
     assert taken == [1]
 
 
-def test_a_prediction_is_alone_until_another_one_is_open():
-    moment = Moment()
-    for expected in (True, False):
-        moment.begin()
-        with moment.alone() as is_alone:
-            assert is_alone is expected
-
-
-def test_code_that_arrives_is_no_other_prediction():
+def test_a_prediction_is_alone_until_another_one_is_open_whatever_arrives():
     moment = Moment()
     stays_alone = moment.stays_alone()
     moment.note("code", lambda: None)
     assert stays_alone()
-    moment.begin()
+    for expected in (True, False):
+        moment.begin()
+        with moment.alone() as is_alone:
+            assert is_alone is expected
     assert not stays_alone()
 
 

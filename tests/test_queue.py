@@ -121,7 +121,7 @@ def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_
 def test_orders_of_many_threads_start_one_thread_and_are_all_answered(queue, monkeypatch):
     begun: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
-        "compile_cache.background.orders.end_at_exit", lambda *thread: begun.append(thread) or time.sleep(0.1)
+        "compile_cache.background.orders.end_at_exit", lambda *one: begun.append(one) or time.sleep(0.1)
     )
     with ThreadPoolExecutor(8) as threads:
         made = [*threads.map(lambda _: put(queue, *[order("echo", size=1)] * 10), range(8))]
