@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from background_handlers import order
@@ -119,15 +120,13 @@ def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_
 
 
 def test_orders_of_many_threads_start_one_thread_and_are_all_answered(queue, monkeypatch):
-    begun: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        "compile_cache.background.orders.end_at_exit", lambda *one: begun.append(one) or time.sleep(0.1)
-    )
+    end = mock.Mock(side_effect=lambda *_: time.sleep(0.1))
+    monkeypatch.setattr("compile_cache.background.orders.end_at_exit", end)
     with ThreadPoolExecutor(8) as threads:
         made = [*threads.map(lambda _: put(queue, *[order("echo", size=1)] * 10), range(8))]
     assert queue.wait(PATIENCE_S)
     assert [each.answer.done() for orders in made for each in orders] == [True] * 80
-    assert len(begun) == 1
+    assert end.call_count == 1
 
 
 def test_idle_process_ends_and_the_next_order_starts_another(make_queue, started):
