@@ -30,7 +30,8 @@ class OfEach(MutableMapping[Any, T]):
         number, mapping = id(one), weakref.ref(self)
 
         def forget(_: object) -> None:
-            getattr(mapping(), "_held", {}).pop(number, None)  # the mapping may be gone
+            if (of_each := mapping()) is not None:
+                of_each._held.pop(number, None)
 
         self._held[number] = weakref.ref(one, forget), value
 

@@ -178,8 +178,8 @@ class _Chunk:
         return is_told and b"\0" not in pages.raw
 
     def copy(self, targets: list[torch.Tensor]) -> bool:
-        """Begin to copy the pieces into `targets`, which hold bytes. Returns whether their memory is pinned: a sandbox
-        may refuse that, and they then go through pinned memory of torch's, which takes the CPU's time."""
+        """Begin to copy the pieces into `targets`, which hold bytes. Returns whether the file's memory was pinned. If a
+        sandbox refuses that, they go through pinned memory that torch keeps, about 1 GB, and take the CPU's time."""
         import torch
 
         if targets[0].is_cuda:
@@ -188,7 +188,8 @@ class _Chunk:
         memory = torch.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), dtype=torch.uint8)
         memory = memory[self.pieces[0][2] - self._begin :]
         if targets[0].is_cuda and not self._is_registered:
-            memory = memory.pin_memory()
+            with contextlib.suppress(RuntimeError):  # else through the driver's memory, which takes longer
+                memory = memory.pin_memory()
         sources = memory.split_with_sizes([count for *_, count in self.pieces])
         torch._foreach_copy_(targets, list(sources), non_blocking=True)
         if targets[0].is_cuda:

@@ -88,9 +88,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Its folder is in the environment, and named by all that a result depends on beside its source and its options.
 
-    Without `-m gpu`, no GPU is seen: tests fork processes that have asked torch for one, where CUDA cannot begin.
+    Without `-m gpu`, tests see no GPU: some fork a process that has asked torch for a GPU, and CUDA cannot start in the
+    fork.
     """
-    if config.option.markexpr != "gpu":
+    if not config.option.markexpr.startswith("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     compiler = shutil.which("g++")
     if hasattr(config, "workerinput") or compiler is None:

@@ -21,8 +21,6 @@ from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
-PATIENCE_S = 400.0
-
 
 def background(directory: CacheDirectory, *modules: nn.Module, unseen: str = "background") -> Regions:
     """A boot whose second process has not begun: it begins at READY."""
@@ -74,7 +72,7 @@ def test_a_call_for_which_too_many_wait_is_ordered_once_they_are_made(directory,
     assert len(orders(compiler)) == 2
     finish(compiler)
     eager(block, tensor(5, 16))
-    assert compiler.policy.wait(PATIENCE_S)
+    assert compiler.policy.wait(600)
     for count in (3, 4, 5, 3, 4, 5):
         eager(block, tensor(count, 16))
     assert dict(compiler.by_class[WideBlock].served) == {"eager": 8, "precompiled": 3}
@@ -172,7 +170,7 @@ def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     expected = warm_up(compiler, lambda: block(tensor(4, 16)))
     compiler.policy.release()
     for _ in range(4):
-        assert compiler.policy.wait(PATIENCE_S)
+        assert compiler.policy.wait(600)
         torch.testing.assert_close(eager(block, tensor(4, 16)), expected)
     assert compiler.policy.waiting == 0
     report = only_report(compiler)

@@ -192,6 +192,7 @@ def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_
 
 def test_whether_an_instance_is_to_compare_is_not_asked_in_the_middle_of_a_change():
     module = nn.Identity()
+    case_of(Kinds(), module, 1)  # is gone before its module
     case = case_of(Kinds(), module, 1)
     with ThreadPoolExecutor(1) as threads, LOCK:
         asked = threads.submit(case.is_to_compare, module)

@@ -93,7 +93,7 @@ def taken(early: EarlyWeights, modules: list[nn.Module]) -> int:
     "device", ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda:0", "unpinned"))]
 )
 def test_each_weight_takes_its_copy(saved, chunk_bytes, device, monkeypatch):
-    """Tied, sharded, larger than a chunk, and where memory cannot be pinned. Only a computed buffer has no copy."""
+    """Tied, sharded, larger than a chunk, and where no file can be pinned. Only a computed buffer has no copy."""
     if device == "unpinned":
         device, cudart = "cuda:0", torch.cuda.cudart()
         refusing = mock.Mock(wraps=cudart, cudaHostRegister=lambda *_: cudart.cudaHostRegister(0, 0, 0))

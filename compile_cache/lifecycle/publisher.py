@@ -46,8 +46,8 @@ _CREATOR = f"compile_cache {VERSION}"
 
 
 class Publisher:
-    """Publishes what is `directory.publishable`, for one boot or one program. `start` begins at READY and registers the
-    exit hook. `regions` hands over the files that no case made.
+    """Publishes what `directory.publishable` has ready, for one boot or one program. `start` begins at READY and
+    registers the exit hook. `regions` hands over the files that no case made.
 
     Each attempt updates and writes `report`.
     """

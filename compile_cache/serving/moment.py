@@ -64,6 +64,7 @@ class Moment:
     def begin(self) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
         with self._beginning, LOCK:
+            self._begun += 1
             self.known = OfEach()
             if self.open == 0:
                 self._endings.clear()
@@ -72,7 +73,6 @@ class Moment:
                 log.warning("serve.mixed open=%d Predictions overlap all the time: these change their code.", self.open)
                 self._take()
             self.open += 1
-            self._begun += 1
             is_new, self._is_new = self._is_new, False
             return is_new
 
