@@ -224,8 +224,7 @@ def test_an_object_with_an_odd_name_costs_only_itself(local, machine, name):
     published, _ = published_pair(local, machine)
     prefix, _, pack = published.rpartition("/")
     local.put(f"{prefix}/{name.format(pack=pack)}", local.read(published, 0, MIB))
-    booted = machine(local)
-    assert booted.restored() == {**COLD, "more.so": b"more"}
+    assert machine(local).restored() == {**COLD, "more.so": b"more"}
 
 
 def test_packs_that_are_too_large_together_leave_the_last_ones_out(local, machine):

@@ -443,8 +443,7 @@ def test_the_files_of_one_request_are_kept_however_large_they_are(tmp_path, cert
     files = made_files(tmp_path, certified, most_bytes=1)
     first, second, third = (f"https://loras.example/{number}.safetensors" for number in range(3))
     assert all(path.exists() for path in files.paths([first, second]))
-    kept = files.paths([third, second])
-    assert set(left_in(tmp_path)) == set(kept)
+    assert {*files.paths([third, second])} == set(left_in(tmp_path))
     assert files.paths([first]) == left_in(tmp_path)
 
 

@@ -181,8 +181,7 @@ def test_the_predictor_is_there(name):
 def test_the_environment_has_settings_that_can_be(name, settings):
     environ = dict(variable.split("=", 1) for variable in configuration(name)["environment"])
     Settings.from_env(environ)
-    model = settings.from_env(environ)
-    assert (PROJECT / model.model).is_dir()
+    assert (PROJECT / settings.from_env(environ).model).is_dir()
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -140,8 +140,7 @@ def test_a_report_that_cannot_be_written_costs_nothing_else(local, tmp_path, sta
 
 
 def test_with_nothing_new_there_is_nothing_to_wait_for(local, tmp_path, start):
-    started = start(local, files={})
-    assert started.publisher.wait(PATIENCE_S)
+    assert start(local, files={}).publisher.wait(PATIENCE_S)
     assert not (tmp_path / "store").exists()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.spec import Call, CallSpec, top_sizes
+from compile_cache.of_each import OfEach
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.states import MOVES, Case, Kinds, Standing, State
 
@@ -190,9 +191,14 @@ def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_
     assert [case_of(kinds, module, number).spec.numbers for number, module in enumerate(modules)]
 
 
+def test_an_object_may_end_with_the_mapping_that_holds_another_ones_value():
+    one, other, values = nn.Identity(), nn.Identity(), OfEach[Any]()
+    values[one], values[other] = other, None
+    del other, values
+
+
 def test_whether_an_instance_is_to_compare_is_not_asked_in_the_middle_of_a_change():
     module = nn.Identity()
-    case_of(Kinds(), module, 1)  # is gone before its module
     case = case_of(Kinds(), module, 1)
     with ThreadPoolExecutor(1) as threads, LOCK:
         asked = threads.submit(case.is_to_compare, module)
