@@ -182,14 +182,13 @@ class _Chunk:
         sandbox refuses that, they go through pinned memory that torch keeps, about 1 GB, and take the CPU's time."""
         import torch
 
+        memory = torch.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), dtype=torch.uint8)
+        memory = memory[self.pieces[0][2] - self._begin :]
         if targets[0].is_cuda:
             error = torch.cuda.cudart().cudaHostRegister(self._address, self._size, _READ_ONLY)
             self._is_registered = not int(error)
-        memory = torch.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), dtype=torch.uint8)
-        memory = memory[self.pieces[0][2] - self._begin :]
-        if targets[0].is_cuda and not self._is_registered:
             with contextlib.suppress(RuntimeError):  # else through the driver's memory, which takes longer
-                memory = memory.pin_memory()
+                memory = memory if self._is_registered else memory.pin_memory()
         sources = memory.split_with_sizes([count for *_, count in self.pieces])
         torch._foreach_copy_(targets, list(sources), non_blocking=True)
         if targets[0].is_cuda:

@@ -1,4 +1,5 @@
-"""`CallSpec`, the one description of a kind of call; what keeps a call from being compiled; and torch's own call.
+"""The types of a call; `CallSpec`, the one description of a kind of call; what keeps a call from being compiled; and
+torch's own call.
 
 This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """

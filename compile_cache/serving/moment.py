@@ -44,7 +44,7 @@ class Moment:
         # Made when a prediction, or a round of the warm-up, has ended whole: then each instance has made its calls.
         self._endings: dict[object, Callable[[], object]] = {}
         self._is_new = False
-        self._begun = 0
+        self._begun = 0  # how many predictions
         self.open = 0
         self.known: OfEach[Known] = OfEach()
 
