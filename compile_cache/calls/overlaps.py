@@ -21,9 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile_cache.errors import ArtifactError, first_line
 
 if TYPE_CHECKING:
-    from compile_cache.calls.spec import Args, Call, Kwargs, Parts
+    from compile_cache.calls.spec import Call
 
 OWN_TENSORS = (Tensor, nn.Parameter)
+# The attributes of a module that are torch's own.
+OF_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -41,29 +44,32 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def overlaps(leaves: Iterable[Any]) -> tuple[int, ...]:
-    """For each tensor, the number of the first tensor whose memory overlaps its own: mostly it is the tensor itself.
+def overlaps(values: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    """The pairs of tensors whose memory overlaps, by number: each tensor that overlaps an earlier one, and the first
+    such.
 
     torch's guards see when two inputs are one object. They do not see whether inputs overlap.
     """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if len(tensors) < 2:
-        return (0,) * len(tensors)
+    tensors = [value for value in values if isinstance(value, Tensor)]
     storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
-        return tuple(range(len(storages)))
+        return ()
     spans = [
         (storage, *(span(tensor) if _is_strided(tensor) else (0, 1)))
         for storage, tensor in zip(storages, tensors, strict=True)
     ]
-    return tuple([next(number for number, other in enumerate(spans) if _is_overlap(one, other)) for one in spans])
+    firsts = [next(first for first, other in enumerate(spans) if _is_overlap(one, other)) for one in spans]
+    return tuple([(number, first) for number, first in enumerate(firsts) if number != first])
 
 
-def overlaps_of(args: Args, kwargs: Kwargs, parts: Parts) -> tuple[int, ...]:
-    """The `overlaps` of a call's inputs and its module's buffers."""
-    values = (*args, *kwargs.values())
-    is_nested = any(isinstance(value, list | tuple | dict) for value in values)
-    return overlaps([*(_pytree.tree_leaves(values) if is_nested else values), *parts.buffers])
+def own_tensors(parts: Iterable[nn.Module]) -> list[Tensor]:
+    """The tensors that the parts of a module have besides parameters: buffers, plain attributes, and what containers
+    and objects in these hold."""
+    values: list[Any] = []
+    for part in parts:
+        values += part._buffers.values()
+        values += [value for name, value in vars(part).items() if name not in OF_MODULE and type(value) not in _PLAIN]
+    return reachable_tensors(values, nn.Module)
 
 
 def _is_strided(tensor: Tensor) -> bool:
@@ -74,14 +80,14 @@ def _is_overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
     return one is other or (one[0] == other[0] and one[1] < other[2] and other[1] < one[2])
 
 
-def reachable_tensors(call: Call) -> list[Tensor]:
-    """All tensors that a call can reach, each once: its module's, its inputs, and those that objects among these hold.
-    It runs nothing of an object's own, such as `__getattr__`."""
-    tensors, seen, values = list[Tensor](), dict[int, Any](), list[Any](call)
+def reachable_tensors(values: Iterable[Any], *others: type) -> list[Tensor]:
+    """All tensors that these values can reach, each once: in a call, its module's, its inputs, and those that objects
+    among these hold. Not through objects of the `others`. It runs nothing of an object's own, such as `__getattr__`."""
+    tensors, seen, values = list[Tensor](), dict[int, Any](), [*values]
     while values:
         value = values.pop()
         kind = type(value)
-        if id(value) in seen or issubclass(kind, type | types.ModuleType):
+        if id(value) in seen or issubclass(kind, (type, types.ModuleType, *others)):
             continue
         seen[id(value)] = value
         if issubclass(kind, Tensor) and not value.is_nested:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.overlaps import OWN_TENSORS, overlaps
+from compile_cache.calls.overlaps import OF_MODULE, OWN_TENSORS, overlaps, own_tensors
 from compile_cache.errors import NoGraph
 
 # The arguments of a call, and the call: module, args and kwargs.
@@ -74,7 +74,7 @@ class TensorSpec(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CallSpec:
     """A kind of call of a class: the nesting of its inputs, its tensors without values, its other inputs, the tensors
-    that overlap, the module's `structure`, and the modes of torch.
+    that overlap among these and the module's own, the module's `structure`, and the modes of torch.
 
     `numbers` has the call's numbers as text, because NaN is not equal to itself, and 1 is equal to 1.0 and True. They
     are no part of the kind: each call may have others. `open` has the (tensor, dimension) pairs whose sizes code for
@@ -85,7 +85,7 @@ class CallSpec:
 
     nesting: str
     leaves: tuple[TensorSpec | str, ...]
-    overlaps: tuple[int, ...]
+    overlaps: tuple[tuple[int, int], ...]
     structure: tuple[Any, ...]
     modes: tuple[Hashable, ...]
     numbers: tuple[str, ...] = field(compare=False)
@@ -98,9 +98,9 @@ class CallSpec:
         leaves, spec = pytree.tree_flatten(call[1:])
         first: dict[int, int] = {}
         described = tuple(_described(leaf, first.setdefault(id(leaf), number)) for number, leaf in enumerate(leaves))
-        buffers = (buffer for part in parts_of(module) for buffer in part._buffers.values())
         numbers = tuple(repr(leaf) for leaf in leaves if isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool))
-        return cls(str(spec), described, overlaps([*leaves, *buffers]), structure(module), modes(), numbers)
+        overlapping = overlaps([*leaves, *own_tensors(parts_of(module))])
+        return cls(str(spec), described, overlapping, structure(module), modes(), numbers)
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +122,7 @@ class CallSpec:
         """
         if ADDRESS.search(self.nesting):
             raise NotDescribedError("a dictionary with keys that cannot be described")
-        return [self.nesting, [str(leaf) for leaf in self.leaves], list(self.overlaps)]
+        return [self.nesting, [str(leaf) for leaf in self.leaves], [list(pair) for pair in self.overlaps]]
 
     def __str__(self) -> str:
         """The sizes in words: `4x16, scalar`."""
@@ -252,12 +252,21 @@ class Parts:
         self._names = tuple(name for _, name, _ in children)
         self._children = tuple(child for _, _, child in children)
         self._buffered = tuple(part._buffers for part in parts if part._buffers)
+        self._tensors = tuple(
+            (variables, name)
+            for variables in self._variables
+            for name, value in variables.items()
+            if name not in OF_MODULE and isinstance(value, Tensor)
+        )
         self._hook_dicts = tuple(hooks for _, *all_hooks in self._dicts for hooks in all_hooks)
 
-    @property
-    def buffers(self) -> list[Tensor | None]:
-        """The buffers that the parts have now."""
-        return [buffer for holder in self._buffered for buffer in holder.values()]
+    def overlaps(self, args: Args, kwargs: Kwargs) -> tuple[tuple[int, int], ...]:
+        """The `overlaps` of a call's inputs, and of the buffers and tensors that the parts have as attributes."""
+        values = (*args, *kwargs.values())
+        is_nested = any(isinstance(value, list | tuple | dict) for value in values)
+        inputs = pytree.tree_leaves(values) if is_nested else values
+        buffers = [buffer for holder in self._buffered for buffer in holder.values()]
+        return overlaps([*inputs, *buffers, *(variables.get(name) for variables, name in self._tensors)])
 
     def are_unhooked(self) -> bool:
         """Whether all parts exist, none has a hook or a `forward` of its own, and no class of theirs has another

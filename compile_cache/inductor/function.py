@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.overlaps import overlaps_of
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -66,13 +65,13 @@ class _Accepted(NamedTuple):
     is_on_gpu: bool
     switches: tuple[Any, ...]
     forwards: tuple[Any, ...]
-    overlaps: tuple[int, ...]
+    overlaps: tuple[tuple[int, int], ...]
     constants_hold: Check
 
 
 class Precompiled:
-    """A loaded compiled function, for all modules and inputs that it fits. `path` is its file. `is_proved`: an earlier
-    boot of this very version has compared it with eager on all instances."""
+    """A loaded compiled function, for all modules and inputs that it fits. `path` is its file. `compared_on` has the
+    places in the model of the instances on which earlier boots of this very version have compared it with eager."""
 
     def __init__(self, path: str, record: Record, payload: bytes) -> None:
         """Unpickle `payload`, which must be verified.
@@ -86,7 +85,7 @@ class Precompiled:
             self._checks = Checks(record.guards, record.salt)
         except Exception as error:  # any: the payload is damaged, or of another torch
             raise ArtifactError(f"it cannot be loaded: {Failure(error).reason}") from error
-        self.path, self.is_proved = path, False
+        self.path, self.compared_on = path, frozenset[str]()
         self._check_guards = self._guards.check
         # Of the calling thread: the group's name has its switches, and the loading thread may have others.
         self._accepted: _Accepted | None = None
@@ -99,6 +98,8 @@ class Precompiled:
 
     def misfit(self, call: Call) -> str:
         """Why the function does not fit this call, after the full check; empty if it fits."""
+        if self.fits(call):
+            return ""
         module, args, kwargs = call
         inputs = {"module": module, "args": args, "kwargs": kwargs}
         is_on_gpu, accepted = on_gpu(call), self._accepted
@@ -110,7 +111,7 @@ class Precompiled:
         if reason := why_not_ahead(module):
             return reason
         parts = Parts(module)
-        overlaps = overlaps_of(args, kwargs, parts)
+        overlaps = parts.overlaps(args, kwargs)
         if accepted and accepted.forwards != parts.forwards:
             return "a class has another `forward`"
         if accepted and accepted.overlaps != overlaps:
@@ -141,7 +142,7 @@ class Precompiled:
                 accepted.switches == switches(accepted.is_on_gpu)
                 and not any(GLOBAL_HOOKS)
                 and parts.are_unhooked()
-                and overlaps_of(args, kwargs, parts) == accepted.overlaps
+                and parts.overlaps(args, kwargs) == accepted.overlaps
                 and self._check_guards(inputs)
                 and accepted.constants_hold(inputs)
             )

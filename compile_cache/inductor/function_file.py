@@ -7,8 +7,10 @@ cold boots write the same names. This module imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,10 @@ PRECOMPILED = "precompiled"
 SUFFIX = ".aot"
 # Of a record that says which calls are traced in the setup, out of stored files.
 CACHED = ".cached"
-# Of the mark beside an artifact that was compared with eager on all instances; and of the same mark, if the artifact is
-# loaded after READY.
+# Of a mark beside an artifact, which names the instances on which it was compared with eager; and of the same mark, if
+# the artifact is loaded after READY.
 COMPARED, LATE = ".compared", ".late"
-# Code that was not compared on all instances is published after so long, if nothing contradicts it. The next boot
-# compares it first.
+# Code that has no mark yet is published after so long, if nothing contradicts it. The next boot compares it first.
 UNPROVED_S = 60.0
 
 
@@ -35,10 +36,45 @@ def has_artifacts(paths: Iterable[str]) -> bool:
     return any(path.startswith(f"{PRECOMPILED}/") for path in paths)
 
 
-def marks_of(path: str) -> tuple[str, str]:
-    """The paths of the marks beside an artifact. It has one of them at most."""
-    stem = path.removesuffix(SUFFIX)
-    return f"{stem}{COMPARED}", f"{stem}{LATE}"
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the marks beside an artifact say together: the places in the model of the instances on which it was
+    compared, and whether it is loaded after READY."""
+
+    places: frozenset[str]
+    is_late: bool
+
+
+def read_marks(root: Path, paths: Iterable[str]) -> dict[str, Mark]:
+    """The marks among the `paths` in the cache directory `root`, by the path of their artifact. A damaged mark says
+    nothing."""
+    marks: dict[str, Mark] = {}
+    for path in paths:
+        if path.endswith((COMPARED, LATE)):
+            known = marks.get(artifact := path.partition(".")[0] + SUFFIX, Mark(frozenset(), False))
+            with contextlib.suppress(OSError, ValueError):
+                places = msgspec.json.decode((root / path).read_bytes(), type=frozenset[str])
+                marks[artifact] = Mark(known.places | places, known.is_late or path.endswith(LATE))
+    return marks
+
+
+def write_mark(root: Path, path: str, mark: Mark) -> str:
+    """Write a mark beside the artifact at `path`, under the name of its content. Returns the mark's path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = msgspec.json.encode(sorted(mark.places))
+    name = f"{path.removesuffix(SUFFIX)}.{hashlib.sha256(content).hexdigest()[:32]}{LATE if mark.is_late else COMPARED}"
+    with replacing(root / name) as file:
+        file.write(content)
+    return name
+
+
+def marks_of(root: Path, path: str) -> list[str]:
+    """The paths of the marks beside an artifact."""
+    found = (root / path).parent.glob(f"{Path(path).stem}.*")
+    return [mark.relative_to(root).as_posix() for mark in found if mark.suffix in (COMPARED, LATE)]
 
 
 class _Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -128,14 +128,14 @@ class Graphs:
 @dataclass(frozen=True, slots=True)
 class Graph:
     """The graph or graphs of `torch.compile` for some calls. `adding` says how a comparison may add some: see
-    `Policy.for_graphs`. `path` is empty: graphs lie in files of Inductor's, and only a function has one of its own. So
-    has the mark that a function `is_proved`."""
+    `Policy.for_graphs`. `path` is empty: graphs lie in files of Inductor's. Only a function has a file of its own, and
+    marks that say what it was `compared_on`."""
 
     graphs: Graphs
     is_whole: bool
     adding: Callable[[], str]
     path: str = ""
-    is_proved: bool = False
+    compared_on: frozenset[str] = frozenset()
 
     def fits(self, call: Call) -> bool:
         """True: torch has the guards, and checks them in the call."""

@@ -13,7 +13,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,16 @@ from compile_cache.errors import ArtifactError, NotPrecompilable, log
 from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
-from compile_cache.inductor.function_file import CACHED, PRECOMPILED, SUFFIX, marks_of, read_artifact, write_artifact
+from compile_cache.inductor.function_file import (
+    CACHED,
+    PRECOMPILED,
+    SUFFIX,
+    Mark,
+    marks_of,
+    read_artifact,
+    write_artifact,
+    write_mark,
+)
 from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
@@ -64,11 +73,11 @@ class Artifacts:
     A function is loaded once, by whichever comes first: `prefetch`, before a call is known; `arrive`, when another
     process has made it; or `find`.
 
-    `proved` has those that an earlier boot of this very version has compared with eager on all instances.
+    `marks` has those of earlier boots of this very version, by the path of their function.
     """
 
-    def __init__(self, settings: Settings, directory: Path, proved: Iterable[str] = ()) -> None:
-        self.proved = {*proved}
+    def __init__(self, settings: Settings, directory: Path, marks: Mapping[str, Mark] | None = None) -> None:
+        self._marks = {**(marks or {})}
         self._mode = settings.mode
         self._dynamic = settings.dynamic
         self._directory = directory
@@ -113,21 +122,17 @@ class Artifacts:
         function = self._ahead.pop(path, None) or _load(path, *self._read(path))
         if difference := function.outdated():  # one that was loaded ahead may be outdated by now
             raise ArtifactError(difference)
-        function.is_proved = path in self.proved
+        if path in self._marks:
+            function.compared_on = self._marks[path].places
         return self._functions.setdefault(path, function)  # another thread may have been first
 
-    def mark_compared(self, path: str, is_late: bool) -> str:
-        """Note for later boots that this function was compared with eager on all instances, and whether they load it
-        after READY. Returns the mark's path.
+    def mark(self, path: str, mark: Mark) -> str:
+        """Note for later boots on which instances this function was compared. Returns the path of the note.
 
         Raises:
-            OSError: the mark cannot be written.
+            OSError: it cannot be written.
         """
-        mark = marks_of(path)[is_late]
-        if not (self._directory / mark).exists():
-            with replacing(self._directory / mark) as file:
-                file.write(b"compared with eager on all instances\n")
-        return mark
+        return write_mark(self._directory, path, mark)
 
     def cached(self, spec: CallSpec, call: Call) -> CachedRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
@@ -255,10 +260,10 @@ class Artifacts:
     def reject(self, path: str, reason: str) -> None:
         """Stop using a record in this process, and remove its marks."""
         self._refused[path] = reason
-        self.proved.discard(path)
+        self._marks.pop(path, None)
         self._ahead.pop(path, None)
         self._functions.pop(path, None)
-        for mark in marks_of(path):
+        for mark in marks_of(self._directory, path):
             (self._directory / mark).unlink(missing_ok=True)
 
     def _group(self, spec: CallSpec, call: Call, dynamic: bool | None) -> _Group:

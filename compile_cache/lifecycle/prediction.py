@@ -42,12 +42,12 @@ class Prediction:
 
     def __enter__(self) -> Prediction:
         if self._regions is not None:
-            self.has_new_code = self._regions.policy.moment.begin()
+            self.has_new_code = self._regions.policy.moment.begin(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._regions is not None:
-            self._regions.policy.moment.end(is_complete=kind is None, had_new_code=self.has_new_code)
+            self._regions.policy.moment.end(self, is_complete=kind is None)
 
     def metrics(self) -> dict[str, Any]:
         """Values by metric name, for `record_metric`. Four are added to the boot's own:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import Failure, attempt, log
 from compile_cache.of_each import OfEach
 
@@ -23,17 +24,22 @@ LOCK = threading.RLock()
 
 class Known(dict[Hashable, Any]):
     """What was found out about the calls of a module, by what they have in common. Outside predictions it holds for
-    `calls_left` more calls."""
+    `calls_left` more calls. `functions` has the cases whose functions served calls, the latest first, by the sizes of
+    these calls. What lies in a module is looked at before anything is known of it."""
 
-    calls_left: int
+    def __init__(self, calls_left: int = 0) -> None:
+        super().__init__()
+        self.calls_left = calls_left
+        self.functions: dict[Hashable, tuple[Any, ...]] = {}
 
 
 class Moment:
-    """Counts the predictions that are open, and makes changes when none is. Thread-safe.
+    """Knows the predictions that are open, and makes changes when none is. Thread-safe, and a cancel at any instruction
+    leaves neither a prediction open nor a change out.
 
-    `open` says how many predictions are open. `known` has what was found out about calls, by module, and the cases that
-    were found to grow. An empty one takes its place when a prediction begins, and outside predictions when a change is
-    noted or made.
+    `open` has the predictions that are open, and whether each has new code. One that is gone is no longer open. `known`
+    has what was found out about calls, by module, and the cases that were found to grow. An empty one takes its place
+    when a prediction begins, and outside predictions when a change is noted or made.
     """
 
     def __init__(self) -> None:
@@ -45,7 +51,7 @@ class Moment:
         self._endings: dict[object, Callable[[], object]] = {}
         self._is_new = False
         self._begun = 0  # how many predictions
-        self.open = 0
+        self.open: OfEach[bool] = OfEach()
         self.known: OfEach[Known] = OfEach()
 
     def note(self, subject: object, change: Callable[[], bool | None]) -> None:
@@ -54,32 +60,37 @@ class Moment:
         with LOCK:
             _, since_s = self._changes.get(subject, (change, time.monotonic()))
             self._changes[subject] = change, since_s
-            if self.open == 0:
+            if not self.open:
                 self.known = OfEach()
 
     def has(self, subject: object) -> bool:
         """Whether a change of this subject waits."""
         return subject in self._changes
 
-    def begin(self) -> bool:
+    def begin(self, prediction: object) -> bool:
         """Begin a prediction. Returns whether it uses code that the one before it did not have."""
-        with self._beginning, LOCK:
-            self._begun += 1
-            self.known = OfEach()
-            if self.open == 0:
-                self._endings.clear()
-                self._take()
-            elif any(time.monotonic() - since_s > _LONGEST_WAIT_S for _, since_s in self._changes.values()):
-                log.warning("serve.mixed open=%d Predictions overlap all the time: these change their code.", self.open)
-                self._take()
-            self.open += 1
-            is_new, self._is_new = self._is_new, False
-            return is_new
+        try:
+            with self._beginning, LOCK:
+                self._begun += 1
+                self.known = OfEach()
+                if not self.open:
+                    self._endings.clear()
+                    self._take()
+                elif any(time.monotonic() - since_s > _LONGEST_WAIT_S for _, since_s in self._changes.values()):
+                    open_now = len(self.open)
+                    log.warning("serve.mixed open=%d Predictions always overlap: these change their code.", open_now)
+                    self._take()
+                self.open[prediction] = is_new = self._is_new
+                self._is_new = False
+                return is_new
+        except BaseException:
+            self.end(prediction, is_complete=False)
+            raise
 
-    def end(self, is_complete: bool, had_new_code: bool) -> None:
+    def end(self, prediction: object, is_complete: bool) -> None:
         """End a prediction. If it was broken off, the next one has new code in its place."""
         with LOCK:
-            self.open = max(self.open - 1, 0)  # after a fork it may be that of another process
+            had_new_code = self.open.pop(prediction, False)
             self._is_new |= had_new_code and not is_complete
         self.conclude(is_complete)
 
@@ -103,39 +114,48 @@ class Moment:
         if self.open or not self._changes:
             return
         with LOCK:
-            if self.open == 0:
+            if not self.open:
                 self._take()
 
     def holds(self, known: Known) -> bool:
         """Whether what is known about a module's calls holds in this one. Outside predictions, this counts the call."""
         if not self.open:
             known.calls_left -= 1
-            if known.calls_left < 0:
-                known.clear()
-        return bool(known)
+        return known.calls_left >= 0
+
+    def known_of(self, module: object, calls: int) -> Known:
+        """What is known about the calls of a module that was just looked at, to be added to. Outside predictions it
+        holds for so many `calls`."""
+        known: Known | None = self.known.get(module)
+        if known is None or known.calls_left < 0 or len(known) + len(known.functions) >= RECOMPILE_LIMIT:
+            known = self.known[module] = Known(calls)
+        return known
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
         """Whether no other prediction is open. While the context lasts, none begins."""
         with self._beginning:
-            yield self.open <= 1
+            yield len(self.open) <= 1
 
     def stays_alone(self) -> Callable[[], bool]:
         """A function that says whether, from now on, no other prediction was open."""
         with LOCK:  # not while another one begins
-            begun, is_alone = self._begun, self.open <= 1
+            begun, is_alone = self._begun, len(self.open) <= 1
         return lambda: is_alone and self._begun == begun
 
     def forget_threads(self) -> None:
         """In a fork: predictions of other threads never end there, and what they hold is never released."""
-        self._beginning, self.open = threading.RLock(), 0
+        self._beginning, self.open = threading.RLock(), OfEach()
 
     def _take(self) -> None:
-        changes, self._changes = self._changes, {}
-        for subject, (change, _) in changes.items():
+        for subject, noted in list(self._changes.items()):
+            change, _ = noted
             is_early = attempt(change)
-            if is_early is True:
-                self._changes.setdefault(subject, (change, time.monotonic()))
-            else:
+            if self._changes.get(subject) is noted:  # else it was noted anew meanwhile
+                if is_early is True:
+                    self._changes[subject] = change, time.monotonic()
+                else:
+                    del self._changes[subject]
+            if is_early is not True:
                 self.known = OfEach()
                 self._is_new |= not isinstance(is_early, Failure)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ import torch
 
 from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
 from compile_cache.errors import ArtifactError, Failure, attempt, log
-from compile_cache.inductor.function_file import SUFFIX, has_artifacts, marks_of
+from compile_cache.inductor.function_file import SUFFIX, Mark, has_artifacts, marks_of, read_marks
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.serving.states import Case, Kinds, State
 from compile_cache.settings import Settings
@@ -62,14 +62,14 @@ class Policy:
         self.directory = directory
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
-        late = functions if settings.unseen == "background" else []
-        self.late: dict[str, bool] | None = {path: False for path in sorted(late) if marks_of(path)[1] in stored}
+        marks = read_marks(directory.path, stored) if functions else {}
+        late = sorted(path for path, mark in marks.items() if mark.is_late and settings.unseen == "background")
+        self.late: dict[str, bool] | None = dict.fromkeys(late, False)
         self.kinds: list[Kinds] = []
         self._calls = calls
         self.moment = Moment()
-        # Held while this process imports torch's compiler, or makes or compares code: torch compiles for one thread at
-        # a time.
-        self.making = threading.Lock()
+        # What imports torch's compiler, or makes or compares code, now: torch compiles for one thread at a time.
+        self.maker: object | None = None
         self.artifacts: Artifacts | str | None = None
         # Whether this is a process of one answer, and nothing of this version is stored.
         self._is_first_run = settings.setup_budget_s is None and not is_hit
@@ -78,8 +78,7 @@ class Policy:
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None if settings.precompile else "nothing may be compiled ahead of time"
         if settings.cold_start == "block" or has_artifacts(stored):
-            # An earlier boot of this very version has compared these on all instances.
-            self.open({path for path in functions if any(mark in stored for mark in marks_of(path))})
+            self.open(marks)
 
     @property
     def functions(self) -> Artifacts | None:
@@ -101,9 +100,9 @@ class Policy:
         can_wait = is_late and self._is_first_run and self.functions is not None
         return "background" if can_wait or time.monotonic() > until_s else self.settings.cold_start
 
-    def open(self, proved: Iterable[str] = ()) -> None:
-        """Import torch's compiler, once, and find artifacts from now on, of which these are `proved`. Meanwhile, any
-        thread but the setup's is `making`."""
+    def open(self, marks: Mapping[str, Mark] | None = None) -> None:
+        """Import torch's compiler, once, and find artifacts from now on, with these `marks`. Meanwhile, any
+        thread but the setup's is the `maker`."""
         if self.artifacts is not None:
             return
         self.artifacts = ""
@@ -118,7 +117,31 @@ class Policy:
             self.artifacts = f"torch {torch.__version__} lacks a name that precompiled regions need: {error}"
             log.warning("No precompiled regions in this boot: %s", self.artifacts)
         else:
-            self.artifacts = Artifacts(self.settings, self.directory.path, proved)
+            self.artifacts = Artifacts(self.settings, self.directory.path, marks)
+
+    def begin_making(self, maker: object) -> bool:
+        """Whether `maker` may make or compare code from now on, until it calls `end_making`: no other does. Call both
+        in one `try`, because a cancel may come between any two instructions."""
+        with LOCK:
+            self.maker = self.maker or maker
+            return self.maker is maker
+
+    def end_making(self, maker: object) -> bool:
+        """Let others make code, if it was this one's turn; whether it was."""
+        with LOCK:
+            was_its = self.maker is maker
+            self.maker = None if was_its else self.maker
+            return was_its
+
+    def _open_alone(self) -> None:
+        """`open` on another thread than the setup's."""
+        thread = threading.current_thread()
+        try:
+            while not self.begin_making(thread):
+                time.sleep(_GAP_S / 10)
+            self.open()
+        finally:
+            self.end_making(thread)
 
     def configure(self) -> None:
         """Make torch's settings in this thread, if the compiler is imported."""
@@ -190,17 +213,17 @@ class Policy:
             self.directory.publishable.use(found.path, type(call[0]).__name__)
         return found
 
-    def mark_compared(self, path: str, is_late: bool) -> None:
-        """Note for later boots that a function was compared on all instances, and whether they load it after READY."""
+    def mark(self, path: str, mark: Mark) -> None:
+        """Note for later boots on which instances a function was compared, and whether they load it after READY."""
         if (artifacts := self.functions) is not None:
-            marked = attempt(artifacts.mark_compared, path, is_late)
+            marked = attempt(artifacts.mark, path, mark)
             # No owner's: a version that uses another's function has not compared it yet.
             if isinstance(marked, str):
                 self.directory.publishable.hand_over([marked], marked)
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
-        for each in (path, *marks_of(path)):
+        for each in (path, *marks_of(self.directory.path, path)):
             self.directory.publishable.withdraw(each)
         if (artifacts := self.functions) is not None:
             artifacts.reject(path, reason)
@@ -255,8 +278,7 @@ class Policy:
             return answer
         with noted("second process", f"{name}: load"):
             if self.functions is None:
-                with self.making:
-                    self.open()
+                self._open_alone()
             orders.take(answer)
             if (artifacts := self.functions) is None:
                 raise ArtifactError(str(self.artifacts or "torch.compile is switched off, or cannot be imported"))
@@ -312,7 +334,7 @@ class Policy:
         """In a fork of this process: forget the second process, and what other threads hold. Calls of LATE cases load
         their functions."""
         self._orders = reason
-        self.making, self.late = threading.Lock(), None
+        self.maker, self.late = None, None
         self.moment.forget_threads()
         self.look_again(*self.kinds)
         self.moment.pass_by()  # what has arrived is taken

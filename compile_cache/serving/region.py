@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.calls.overlaps import overlaps_of, reachable_tensors
+from compile_cache.calls.overlaps import reachable_tensors
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
-    RECOMPILE_LIMIT,
     Args,
     Call,
     Kwargs,
@@ -72,8 +71,8 @@ class Region:
     def __init__(self, report: RegionReport, policy: Policy) -> None:
         self.source = Source(report, policy)
         self._moment = policy.moment
-        # By module and by its calls' `top_sizes`, the cases whose functions served calls, the latest first.
-        self._functions: OfEach[dict[tuple[torch.Size, ...], tuple[Case, ...]]] = OfEach()
+        # By instance, its place in the model: see `Source.mark`.
+        self.places: OfEach[str] = OfEach()
         self.served: Counter[str] = Counter()
         self.waited_s = 0.0
 
@@ -82,54 +81,60 @@ class Region:
         """How calls are served, and why."""
         return self.source.report
 
-    def adopt(self, module: nn.Module) -> None:
-        """Serve calls of `module` from now on, by the same hook as `module.compile()`."""
-        self._functions.setdefault(module, {})
-        self.report.instances = len(self._functions)
+    def adopt(self, module: nn.Module, place: str) -> None:
+        """Serve calls of `module` from now on, by the same hook as `module.compile()`. Each boot of a version gives the
+        same module the same `place`."""
+        self.places.setdefault(module, place)
+        self.report.instances = len(self.places)
         serve_by(module, self._call)
 
     def _call(self, of: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
         if (module := of()) is None:
             raise CompileCacheError("this module has the attributes of one that is gone: make it by copy.copy()")
         moment, like, found = self._moment, None, None
-        if (known := moment.known.get(module)) and (found := known.get(growth(args, kwargs))) is None:
+        if (known := moment.known.get(module)) is not None and not moment.holds(known):
+            known = None
+        if known and (found := known.get(growth(args, kwargs))) is None:
             found = known.get(like := _likeness(args, kwargs))
-        if known and found is not None and moment.holds(known):
+        if found is not None:
             if not found:
                 self.served["eager"] += 1
                 return call_region(module, args, kwargs)
-            case, parts = found
+            case, parts, overlapping = found
             if case.state is State.TAKEN and (code := case.code) and not any(GLOBAL_HOOKS):
                 plain, named = with_plain_strides(args, kwargs)
                 # torch's graphs ignore hooks that were added later, and inputs that overlap.
-                if parts.are_unhooked_still() and overlaps_of(plain, named, parts) == case.spec.overlaps:
+                if parts.are_unhooked_still() and parts.overlaps(plain, named) == overlapping:
                     return self._serve(case, code, (module, plain, named), like)
         if is_tracing():  # sizes are tensors then
             return self._route((module, args, kwargs), None)
         plain, named = with_plain_strides(args, kwargs)
-        if functions := self._functions[module]:
-            for case in functions.get(top_sizes(plain, named), ()):
+        if known is not None and known.functions:
+            for case in known.functions.get(top_sizes(plain, named), ()):
                 if case.state is State.TAKEN and (code := case.code) and code.fits((module, plain, named)):
                     return self._serve(case, code, (module, plain, named))
         return self._route((module, plain, named), like or _likeness(args, kwargs))
 
+    def _known(self, call: Call, case: Case | None) -> Known:
+        """What is known about the calls of this module, to be added to."""
+        # To look again takes some microseconds for each part.
+        parts = len(case.spec.structure) if case is not None else 0
+        return self._moment.known_of(call[0], max(_CALLS_BETWEEN_LOOKS, parts))
+
     def _settle(self, call: Call, like: Any, case: Case | None) -> None:
         """Serve calls like this one alike, as long as that is `known`: by the graphs of a case, or by the module's own
         code."""
-        moment, state = self._moment, case.state if case is not None else State.EAGER
+        state = case.state if case is not None else State.EAGER
         # New code may have arrived since the caller looked: a function, which checks no guards when it is called, or
         # graphs that are not compared on this instance.
         serves = case is not None and not case.path and case.standings.get(call[0]) is Standing.SERVES
-        known = moment.known.setdefault(call[0], Known())
-        if not 0 < len(known) < RECOMPILE_LIMIT:
-            known.clear()
-            # To look again takes some microseconds for each part.
-            known.calls_left = max(_CALLS_BETWEEN_LOOKS, len(case.spec.structure) if case is not None else 0)
+        known = self._known(call, case)
         for key in (like, growth(*call[1:]) if state is State.GROWING else None):
             if key is not None and state in (State.EAGER, State.GROWING, State.ORDERED, State.LATE):
                 known[key] = ()
             elif key is not None and state is State.TAKEN and serves:
-                known[key] = case, Parts(call[0])
+                parts = Parts(call[0])
+                known[key] = case, parts, parts.overlaps(*call[1:])
 
     def _route(self, call: Call, like: Any) -> Any:
         """Serve a call that has no short way, as the state of its case says.
@@ -150,12 +155,11 @@ class Region:
         if isinstance(found, str):
             return self._stay_eager(call, like, found)
         case, code = found
-        if case.move(State.CLAIMED):
-            try:
+        try:
+            if case.claim(call):
                 return self._serve_new(case, call, like)
-            finally:
-                if case.state is State.CLAIMED:  # nothing was found, made or ordered
-                    case.move(State.NEW)
+        finally:
+            case.give_back(call)
         return self._serve_known(case, code, call, like)
 
     def _stay_eager(self, call: Call, like: Any, reason: str) -> Any:
@@ -184,10 +188,8 @@ class Region:
         return answer
 
     def _remember(self, case: Case, call: Call) -> None:
-        """Ask this function first about the next call of these sizes."""
-        functions, sizes = self._functions[call[0]], top_sizes(*call[1:])
-        if len(functions) >= RECOMPILE_LIMIT:
-            functions.clear()
+        """Ask this function first about the next call of these sizes, as long as that is `known`."""
+        functions, sizes = self._known(call, case).functions, top_sizes(*call[1:])
         others = [other for other in functions.get(sizes, ()) if other.state is State.TAKEN]
         functions[sizes] = (case, *(other for other in others if other is not case))
 
@@ -199,7 +201,7 @@ class Region:
             return code(*call)
         except NoGraph:
             self.served[step] -= 1
-            if not self.source.policy.making.locked():  # a thread that traces hides all graphs
+            if not self.source.policy.maker:  # a thread that traces hides all graphs
                 if self.source.policy.for_graphs():
                     case.miss(call[0])
                     self._moment.known.pop(call[0], None)
@@ -216,7 +218,7 @@ class Region:
         maker = self.source.maker(case, call)
         if maker is not None:
             return self._compare(case, call, maker)
-        if case.has_proved_code and not self.source.policy.is_warming_up:
+        if self.places[call[0]] in case.compared_on and not self.source.policy.is_warming_up:
             self._let_serve(case, call[0])
         if case.state is not State.CLAIMED:
             return self._serve_known(case, case.code, call, like)
@@ -234,16 +236,16 @@ class Region:
         trial does not end, nothing is concluded, and a later call repeats it: see `Source.put_off`."""
         policy, report, started = self.source.policy, self.report, time.perf_counter()
         comparison = None
-        # One thread at a time makes or compares code. It may wait for this call, so this call does not wait for it.
-        if policy.making.acquire(blocking=False):
-            before, noted = read_counts(), report.graphs
-            try:
+        before, noted = read_counts(), report.graphs
+        try:
+            # One call at a time makes or compares code. It may wait for this call, so this call does not wait for it.
+            if policy.begin_making(call):
                 if maker or case.state in WITH_CODE:  # another thread may have given it up
                     comparison = self._begun(case, call)
                 answer = self._answer(case, comparison, call, maker) if comparison else None
-            finally:
+        finally:
+            if policy.end_making(call):
                 report.graphs = noted + read_counts().since(before).graphs
-                policy.making.release()
         if comparison is None:
             return self._serve_eager(call)
         seconds = time.perf_counter() - started
@@ -345,12 +347,14 @@ class Region:
                 self.source.put_off(case, module, ArtifactError(reason))
 
     def _let_serve(self, case: Case, module: nn.Module) -> None:
-        """Note that the code may serve this instance. It is taken at the next moment. Code that an earlier boot proved
-        is taken at once, for all instances, unless other predictions are open: they had eager's answers."""
+        """Note that the code may serve this instance. It is taken at the next moment. If an earlier boot compared it on
+        this instance, it is taken at once, for all such instances, unless other predictions are open: they had eager's
+        answers."""
+        is_proved = self.places[module] in case.compared_on
         with LOCK:
             case.unended = 0
-            if is_proved := case.has_proved_code:
-                case.serve(list(self._functions))
+            if is_proved:
+                case.serve([other for other in self.places if self.places[other] in case.compared_on])
             else:
                 case.standings[module] = Standing.PASSED
         moment = self._moment
@@ -359,8 +363,7 @@ class Region:
                 self.source.take(case)
             else:
                 moment.note(case, lambda: self.source.take(case))
-        if not is_proved:
-            moment.note_ending(case, lambda: self.source.mark(case))
+        moment.note_ending(case, lambda: self.source.mark(case, self.places))
 
 
 def _likeness(args: Args, kwargs: Kwargs) -> Hashable:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from compile_cache.calls.description import class_name
 from compile_cache.errors import NotAModuleError, log
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.inductor.toolchain import unread_files
@@ -41,6 +42,8 @@ class Regions:
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
         self.policy = Policy(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
+        # How many roots of a class `compile` got, which tell their modules' places apart.
+        self._roots = Counter[str]()
         self._others_at: CompileCounts | None = None
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self)))
 
@@ -60,6 +63,8 @@ class Regions:
         if isinstance(root, torch.jit.ScriptModule):
             raise NotAModuleError(f"{root.original_name} is TorchScript, which torch.compile cannot compile")
         self.policy.configure()
+        self._roots[kind := class_name(type(root))] += 1
+        paths = {id(module): path for path, module in root.named_modules()}
         for module in find_regions(root, "whole" if whole else self.policy.settings.scope):
             region = self._region(type(module))
             if region.report.is_left_eager:
@@ -69,7 +74,7 @@ class Regions:
                 region.source.is_late &= after_ready
                 if not region.source.is_late:
                     self.policy.look_again(region.source.kinds)
-                region.adopt(module)
+                region.adopt(module, f"{kind} {self._roots[kind]} {paths[id(module)]}")
 
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.by_class:
@@ -130,15 +135,15 @@ class Regions:
     @property
     def has_others(self) -> bool:
         """Whether torch has compiled or found code since the last `hand_over_others`, and no case makes any now."""
-        return self._others_at != read_counts() and not self.policy.making.locked()
+        return self._others_at != read_counts() and not self.policy.maker
 
     def hand_over_others(self) -> None:
         """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
         toolchain. Not while a case makes files."""
-        counts, publishable, making = read_counts(), self.policy.directory.publishable, self.policy.making
-        if not making.locked():
+        counts, publishable, policy = read_counts(), self.policy.directory.publishable, self.policy
+        if not policy.maker:
             others = publishable.appeared()
-            if not making.locked():  # it takes longer than to look at a directory
+            if not policy.maker:  # it takes longer than to look at a directory
                 self._others_at = counts
                 publishable.hand_over(others)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from compile_cache.errors import (
     log,
 )
 from compile_cache.inductor.counters import count_precompiled
-from compile_cache.inductor.function_file import UNPROVED_S, has_artifacts
+from compile_cache.inductor.function_file import UNPROVED_S, Mark, has_artifacts
 from compile_cache.serving.comparison import generators_at
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
@@ -241,10 +241,14 @@ class Source:
                 self.policy.directory.publishable.release(owner)
         return False
 
-    def mark(self, case: Case) -> None:
-        """Note for later boots that a function was compared on all instances, if it was."""
-        if case.path and all(other.is_proved for other in self.kinds if other.path == case.path):
-            self.policy.mark_compared(case.path, self.is_late)
+    def mark(self, case: Case, places: Mapping[Any, str]) -> None:
+        """Note for later boots on which instances, by their places, a function was compared: in all calls of theirs
+        that it serves."""
+        alike = [other for other in self.kinds if other.path == case.path] if case.path else []
+        passed = {places[module] for other in alike for module in other.instances(True)}
+        passed -= {places[module] for other in alike for module in other.instances(False)}
+        if passed and case.code is not None and not passed <= case.code.compared_on:
+            self.policy.mark(case.path, Mark(frozenset(passed), self.is_late))
 
     def _arrive(self, case: Case, code: Code) -> None:
         case.arrive(code)

@@ -38,8 +38,8 @@ class State(enum.Enum):
     - CLAIMED: one thread looks for stored code, makes code (`block`), or orders it (`background`). Eager answers.
     - ORDERED: the second process makes the code. Eager answers.
     - LATE: functions are stored for such calls, and are loaded after READY. Eager answers. Then the case is NEW again.
-    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. If an earlier boot
-      compared it on all instances, one is enough in the warm-up, and none is needed outside it.
+    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. Of the instances on
+      which earlier boots compared it, one is enough in the warm-up, and none is needed outside it.
     - TAKEN: the code answers: a function compiled ahead of time, or graphs of `torch.compile`, of stored files or made
       in this process. An instance that is not compared yet is compared first.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
@@ -77,7 +77,7 @@ class Standing(enum.Enum):
 
     - TO_COMPARE: the code has to be compared on it.
     - AWAY: as TO_COMPARE, but since its last call another instance called twice. It may be gone, and is not waited for.
-    - PROVED: it made no such call yet, but an earlier boot has compared the code on all instances.
+    - PROVED: it made no such call yet, but an earlier boot has compared the code on it.
     - PASSED: the code was compared on it. Eager answers until the code is taken, between two predictions.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
     - DOES_NOT_FIT: no graph fitted its call, or the code cannot be compared on it. Its next call gets another case.
@@ -101,10 +101,11 @@ class Case:
     | field | meaning |
     | --- | --- |
     | `spec` | the first such call |
-    | `state` | how its calls are served; `move` alone sets it |
+    | `state` | how its calls are served; `move` and `claim` alone set it |
     | `code` | what serves them, once it has arrived |
     | `standings` | the instances that made such calls and still exist, those that called last at the end |
     | `unended` | how many comparisons have not ended since one did |
+    | `claimant` | the call that has claimed the case |
     """
 
     spec: CallSpec
@@ -112,6 +113,23 @@ class Case:
     code: Code | None = None
     standings: OfEach[Standing] = field(default_factory=OfEach)
     unended: int = 0
+    claimant: Call | None = None
+
+    def claim(self, call: Call) -> bool:
+        """Whether this call has the case from now on, until `give_back`: it was NEW. Call both in one `try`, because a
+        cancel may come between any two instructions."""
+        with LOCK:
+            if self.state is State.NEW:
+                self.claimant = call
+                self.state = State.CLAIMED
+            return self.claimant is call
+
+    def give_back(self, call: Call) -> None:
+        """End the claim of this call, if it has one. If nothing was found, made or ordered, the case is NEW again."""
+        with LOCK:
+            if self.claimant is call:
+                self.move(State.NEW)
+                self.claimant = None
 
     def move(self, state: State) -> bool:
         """Go to `state`. False if `MOVES` has no such way, because another thread was first."""
@@ -133,9 +151,9 @@ class Case:
         return self.code.path if self.code is not None else ""
 
     @property
-    def has_proved_code(self) -> bool:
-        """Whether its code arrived, and an earlier boot of this very version has compared that on all instances."""
-        return self.state is State.ARRIVED and self.code is not None and self.code.is_proved
+    def compared_on(self) -> frozenset[str]:
+        """The places of the instances on which earlier boots have compared its code."""
+        return self.code.compared_on if self.code is not None else frozenset()
 
     def meet(self, module: nn.Module) -> None:
         """Note a call of `module`. If it calls again, each instance to compare that did not call in between is away."""
@@ -189,12 +207,11 @@ class Case:
         with LOCK:
             return self.serves_any and Standing.TO_COMPARE not in list(self.standings.values())
 
-    @property
-    def is_proved(self) -> bool:
-        """Whether the code was compared on every instance that ever made such a call, and may serve."""
+    def instances(self, have_passed: bool) -> list[nn.Module]:
+        """The instances that made such calls and on which the code has passed, or those on which it has not."""
         with LOCK:
-            standings = list(self.standings.values())
-        return self.state in WITH_CODE and bool(standings) and all(standing in _PASSED for standing in standings)
+            met = [pair for pair in self.standings.items() if pair[1] is not Standing.PROVED]
+        return [module for module, standing in met if (standing in _PASSED) is have_passed]
 
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance."""
@@ -211,12 +228,12 @@ class Case:
         """Whether calls of this instance were served as the case says, so that it is asked first."""
         return module in self.standings if self.state is State.GROWING else not self.is_to_compare(module)
 
-    def misfit(self, spec: CallSpec, call: Call) -> str:
-        """Why the case is not for this call, which it covers; empty if it is. Code that is still to come may fit any
-        number."""
+    def misfit(self, code: Code | None, spec: CallSpec, call: Call) -> str:
+        """Why the case, with this code, is not for this call, which it covers; empty if it is. Code that is still to
+        come may fit any number."""
         is_left_out = self.standings.get(call[0]) is Standing.DOES_NOT_FIT
-        if self.code is not None and self._is_function and not is_left_out:
-            return self.code.misfit(call)
+        if code is not None and self._is_function and not is_left_out:
+            return code.misfit(call)
         is_open = self.state in (State.NEW, State.CLAIMED, State.ORDERED, State.LATE, State.GROWING)
         is_same = self.spec.numbers == spec.numbers and not is_left_out
         return "" if is_open or is_same else "it is for other calls"
@@ -252,26 +269,33 @@ class Kinds:
 
     def case(self, call: Call) -> tuple[Case, Code | None] | str:
         """The case of this call, made if it is new, and its code, which fits the call. Code that arrives later may
-        not. Why there is no case otherwise."""
+        not. Why there is no case otherwise.
+
+        Guards run the model's own code, such as a property, which may wait for another thread. So no lock is held.
+        """
         module, spec = call[0], CallSpec.of(call)
-        with LOCK:
-            covering, misfit = list[Case](), ""
-            alike = self._cases.get(spec.without_sizes, [])
+        kind = spec.without_sizes
+        while True:
+            alike, covering, misfit = [*self._cases.get(kind, ())], list[Case](), ""
             for case in sorted(alike, key=lambda case: (not case.is_known_to_serve(module), case.state is State.EAGER)):
                 if not case.covers(spec):
                     continue
-                if not (reason := case.misfit(spec, call)):
+                code = case.code
+                if not (reason := case.misfit(code, spec, call)):
                     case.meet(module)
-                    return case, case.code
+                    return case, code
                 case.leave(module)
                 covering.append(case)
                 misfit = reason
-            if reason := self._why_none(module, spec, covering, misfit):
-                return reason
-            case = Case(spec)
-            self._cases.setdefault(spec.without_sizes, []).append(case)
-            case.meet(module)
-            return case, None
+            with LOCK:
+                if alike != [*self._cases.get(kind, ())]:  # another thread has made a case meanwhile
+                    continue
+                if reason := self._why_none(module, spec, covering, misfit):
+                    return reason
+                case = Case(spec)
+                self._cases.setdefault(kind, []).append(case)
+                case.meet(module)
+                return case, None
 
     def _why_none(self, module: nn.Module, spec: CallSpec, covering: list[Case], misfit: str) -> str:
         """Why no other case of a kind is made for this instance; empty if one may be."""
@@ -281,7 +305,7 @@ class Kinds:
         if len(own) >= MOST_FUNCTIONS:
             return _CHANGING
         # The second process does not know something of this module, so it would make the same function once more.
-        made = [case.path for case in own if case.path and case.state is State.ARRIVED and not case.has_proved_code]
+        made = [case.path for case in own if case.path and case.state is State.ARRIVED and not case.compared_on]
         return f"code of the second process does not fit in this process: {misfit}" if len({*made}) < len(made) else ""
 
     def _has_room(self, spec: CallSpec) -> bool:
