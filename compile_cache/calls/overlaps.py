@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,7 +137,7 @@ def writes_where_tensors_overlap(call: Call) -> bool:
     if not overlapping:
         return False
     try:
-        with _Writes() as writes:
+        with Writes() as writes:
             module, args, kwargs = call
             module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     except (MemoryError, torch.OutOfMemoryError):
@@ -146,16 +147,24 @@ def writes_where_tensors_overlap(call: Call) -> bool:
     return not overlapping.isdisjoint(writes.storages)
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that operators write into."""
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that operators write into. The model's own compiled functions run as they are. Operators of a
+    higher order, such as flex_attention, are refused, or with `runs_all` run unwatched."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs_all: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = runs_all
         self.storages = set[int]()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: otherwise torch would run compiled functions without their compiled code."""
+        return True
 
     def __torch_dispatch__(self, operator: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operator. What its schema marks as written is noted."""
-        arguments, kwargs = operator._schema.arguments, kwargs or {}
+        kwargs = kwargs or {}
+        arguments = operator._schema.arguments if isinstance(operator, OpOverload) else ()  # else of a higher order
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [values.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
         tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, Tensor)]

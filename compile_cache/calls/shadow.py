@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_cache.calls.overlaps import reachable_tensors, storage_key
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object
 from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, MadeStorage, UsedStorage
 from compile_cache.errors import Failure, NotHandedOver
 
 # These are the same in all of the process.
-_OF_PROCESS = (
+OF_PROCESS = (
     type,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -39,8 +40,7 @@ class Shadow:
     has changed such an object, no code runs on the copy. Every other object is copied, and every storage once. So views
     of one storage stay views of one storage, and an input that a buffer or a cache has too stays so.
 
-    `named` has the shared objects with a name: the name, the object, and a copy of its `state_of`. `obstacle` says why
-    no code may run on the copy.
+    `named` has the shared objects with a name: the name, the object, and a copy of its `state_of`.
     """
 
     def __init__(self, call: Call) -> None:
@@ -51,7 +51,7 @@ class Shadow:
             MemoryError, torch.OutOfMemoryError: the copies do not fit.
         """
         self.named: list[tuple[str, Any, list[Any]]] = []
-        self.obstacle: NotHandedOver | None = None
+        self._module = call[0]
         try:
             pickler = _Pickler(call[0])
             pickler.dump(call)
@@ -67,17 +67,32 @@ class Shadow:
                 return pickler.shared[number]
 
             self.call: Call = CallUnpickler(pickler.content, known).load()
+            self._shared = [(tensor, _place(tensor)) for tensor in reachable_tensors(pickler.shared)]
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an object's own methods raise
             raise NotHandedOver(f"the call cannot be copied: {Failure(error).reason}") from error
 
     def copied(self) -> Call:
-        """The `call` of another copy, for a run that must not change this one. Raises as the constructor does, and the
-        `obstacle`."""
-        if self.obstacle:
-            raise self.obstacle
+        """The `call` of another copy, for a run that must not change this one. Raises as the constructor does."""
         return Shadow(self.call).call
+
+
+    def changed(self, written: set[int]) -> str:
+        """The name of a tensor that the copy shares and that a run of the call has changed, which wrote into the
+        storages `written`; empty if there is none."""
+        for tensor, place in self._shared:
+            if place[0] in written or _place(tensor) != place:
+                names = (name for name, weight in self._module.named_parameters() if weight is tensor)
+                return f"its parameter {next(names, 'of another module')}"
+        return ""
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where the memory of a tensor is. It is elsewhere once the tensor's `data` was set."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return (None,)
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def state_of(value: Any) -> list[Any]:
@@ -126,7 +141,7 @@ class _Pickler(CallPickler):
             return id(value) not in self._inside
         if isinstance(value, torch.Tensor):
             return isinstance(value, nn.Parameter)
-        return isinstance(value, _OF_PROCESS)
+        return isinstance(value, OF_PROCESS)
 
 
 def _copied(used: UsedStorage) -> MadeStorage:

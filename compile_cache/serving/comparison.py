@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from compile_cache.calls.overlaps import slots_of
-from compile_cache.calls.shadow import Shadow, state_of
+from compile_cache.calls.shadow import OF_PROCESS, Shadow, state_of
 from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
-from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt
+from compile_cache.errors import ArtifactError, NotHandedOver
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
 # block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a
@@ -73,20 +74,21 @@ class Comparison:
         self.generators = _generator_states()
         self._reference: Any = None
 
-    def expect(self, answer: Any) -> None:
-        """Take the answer that eager has just given, on the real module."""
-        self._reference = attempt(self._expected, answer)
+    def expect(self, answer: Any, written: set[int]) -> None:
+        """Take the answer that eager has just given, on the real module. It has `written` into these storages.
 
-    def _expected(self, answer: Any) -> Any:
-        """A copy of eager's answer. Raises NotHandedOver if the call has changed an object that its copies share."""
+        Raises:
+            NotHandedOver: the call has changed what its copies share.
+            torch.OutOfMemoryError: a copy of the answer does not fit.
+        """
         if _generator_states() == self.generators:
             self.generators = ()
+        if name := self.pristine.changed(written):
+            raise NotHandedOver(f"a call writes into {name}, which is shared with copies of the call. Use a buffer")
         for name, value, before in self.pristine.named:
             if compare((state_of(value),), (before,)).error:
-                reason = f"a call changes {name}, which is one object for the whole program"
-                self.pristine.obstacle = NotHandedOver(reason)
-                raise self.pristine.obstacle
-        return pytree.tree_map_only(Tensor, torch.clone, answer)
+                raise NotHandedOver(f"a call changes {name}, which is one object for the whole program")
+        self._reference = pytree.tree_map_only(Tensor, torch.clone, answer)
 
     def check(self, function: Callable[..., Any]) -> Check:
         """Run `function(module, args, kwargs)` on the copy, once, and compare.
@@ -94,8 +96,6 @@ class Comparison:
         Raises:
             Exception: the function failed, or the memory is full.
         """
-        if isinstance(self._reference, Failure):
-            raise self._reference.error
         (module, *inputs), (copy, *inputs_of_copy) = self._call, self.pristine.call
         with generators_at(self.generators) if self.generators else contextlib.nullcontext():
             answer = function(*self.pristine.call)
@@ -122,6 +122,8 @@ class _Walk:
         self.worst = Check(0.0, _TOLERANCES[torch.float32])
         # Pairs by identity. They are kept, so that no other object gets the identity of one that the walk made.
         self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
+        # By identity, the counterpart of an object that has no parts.
+        self._twins: dict[int, Any] = {}
 
     def compare(self, where: str, found: Any, expected: Any) -> None:
         """Compare a value and everything below it."""
@@ -147,20 +149,40 @@ class _Walk:
         elif isinstance(expected, torch.Generator):
             if not torch.equal(found.get_state(), expected.get_state()):
                 self._differ(where)
+        elif isinstance(expected, OF_PROCESS):  # copies share it
+            if found is not expected:
+                self._differ(where)
+        elif isinstance(expected, set | frozenset):
+            self._compare_sets(where, found, expected)
         elif not (isinstance(expected, _Keys) and _are_equal(found, expected)):
             self._compare_parts(where, found, expected)
 
     def _compare_parts(self, where: str, found: Any, expected: Any) -> None:
         some, others = _parts(found), _parts(expected)
-        if others is None:
-            if not _are_equal(found, expected):
-                self._differ(where)
-        elif some is None or len(some) != len(others):
+        # Nothing tells an object without parts from another, but that it is the copy of one object alone.
+        twins = self._twins.setdefault(id(found), expected), self._twins.setdefault(id(expected), found)
+        if len(some) != len(others) or not (others or (twins[0] is expected and twins[1] is found)):
             self._differ(where)
         else:
             for one, other in zip(some, others, strict=True):
                 if one is not other:
                     self.compare(where, one, other)
+
+    def _compare_sets(self, where: str, found: Any, expected: Any) -> None:
+        """Compare each element with one that is equal, or else with one that has equal parts."""
+        rest = [other for other in expected if other not in found]
+        for one in [one for one in found if one not in expected]:
+            twin = next((other for other in rest if self._are_alike(one, other)), rest)
+            if twin is rest:
+                break
+            rest = [other for other in rest if other is not twin]
+        if rest or len(found) != len(expected):
+            self._differ(where)
+
+    def _are_alike(self, one: Any, other: Any) -> bool:
+        walk = _Walk()
+        walk.compare(_PLACES[1], one, other)
+        return walk.worst.passed
 
     def _differ(self, where: str) -> None:
         self.worst = Check(math.inf, 0.0, where)
@@ -170,20 +192,31 @@ class _Keys(tuple[Any, ...]):
     """The keys of a dictionary and their types: 1 and True are equal. Most are texts, and compared all at once."""
 
 
-def _parts(value: Any) -> list[Any] | None:
-    """An object's items, attributes and slots, with their keys and names; None if it has none of these."""
-    parts: list[Any] | None = None
-    if isinstance(value, dict):
-        parts = [_Keys((*value, *map(type, value))), *value.values()]
-    elif isinstance(value, list | tuple | deque):
-        parts = list(value)
-    attributes = _attributes(value)
-    if attributes is not None:  # a dictionary too, but a module's has its compiled call, which its shadow has not
+def _parts(value: Any) -> list[Any]:
+    """An object's items, attributes and slots, with their keys and names, and what pickle makes it of if its class says
+    that. Empty if it has none of these."""
+    parts: list[Any] = []
+    if attributes := _attributes(value):  # a dictionary too, but a module's has its compiled call, as its shadow has not
         # Their order means nothing, and a copy may have another one.
-        attributes = {name: part for name, part in sorted(attributes.items()) if name != COMPILED_CALL}
-        parts = [*(parts or ()), *(_parts(attributes) or ())]
+        parts = _parts({name: part for name, part in sorted(attributes.items()) if name != COMPILED_CALL})
+    if isinstance(value, dict):
+        parts += [_Keys((*value, *map(type, value))), *value.values()]
+    elif isinstance(value, list | tuple | deque):
+        parts += value
+    elif _says_how_it_is_made(type(value)):
+        parts += [list(part) if isinstance(part, Iterator) else part for part in _reduced(value)]
     names = [name for name in slots_of(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
-    return [*(parts or ()), *names, *(getattr(value, name) for name in names)] if names else parts
+    return [*parts, *names, *(getattr(value, name) for name in names)]
+
+
+def _says_how_it_is_made(kind: Any) -> bool:
+    return kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
+
+
+def _reduced(value: Any) -> tuple[Any, ...]:
+    """What pickle makes an object of; a name is none of that."""
+    reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return reduced if isinstance(reduced, tuple) else ()
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

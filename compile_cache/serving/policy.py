@@ -63,7 +63,8 @@ class Policy:
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
         marks = read_marks(directory.path, stored) if functions else {}
-        late = sorted(path for path, mark in marks.items() if mark.is_late and settings.unseen == "background")
+        late = [path for path in sorted(functions) if path in marks and marks[path].is_late]
+        late = late if settings.unseen == "background" else []
         self.late: dict[str, bool] | None = dict.fromkeys(late, False)
         self.kinds: list[Kinds] = []
         self._calls = calls
@@ -166,8 +167,9 @@ class Policy:
 
         return _on_thread(load, lambda: None)
 
-    def makes_late(self, case: Case, call: Call) -> bool:
-        """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come."""
+    def makes_late(self, case: Case, call: Call, owner: str) -> bool:
+        """Make a claimed case LATE if functions are stored for such calls, none is loaded, and READY is to come.
+        `owner` is that of such files: the class."""
         if (artifacts := self.functions) is None or self.settings.unseen != "background" or self.late is None:
             return False
         self.configure()
@@ -176,7 +178,7 @@ class Policy:
             if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.LATE):
                 return False
             self.late |= dict.fromkeys(paths, True)
-        self.directory.publishable.use(*paths, type(call[0]).__name__)  # the process may end before the next call
+        self.directory.publishable.use(*paths, owner)  # the process may end before the next call
         return True
 
     def _load_late(self, late: dict[str, bool]) -> None:
@@ -201,7 +203,7 @@ class Policy:
         cases = itertools.chain(*kinds)
         return [case for case in cases if case.state is State.LATE and not self.moment.has(case)]
 
-    def find(self, spec: CallSpec, call: Call) -> Precompiled | str:
+    def find(self, spec: CallSpec, call: Call, owner: str) -> Precompiled | str:
         """The function for this call; why there is none otherwise, empty if none is wanted."""
         if (artifacts := self.functions) is None:
             return ""
@@ -210,7 +212,7 @@ class Policy:
         if isinstance(found, Failure):
             return found.reason
         if not isinstance(found, str):
-            self.directory.publishable.use(found.path, type(call[0]).__name__)
+            self.directory.publishable.use(found.path, owner)
         return found
 
     def mark(self, path: str, mark: Mark) -> None:
@@ -228,13 +230,13 @@ class Policy:
         if (artifacts := self.functions) is not None:
             artifacts.reject(path, reason)
 
-    def record_to_trace(self, spec: CallSpec, call: Call) -> CachedRecord | None:
+    def record_to_trace(self, spec: CallSpec, call: Call, owner: str) -> CachedRecord | None:
         """In a warm-up, the record of stored graphs for calls like this; None if there is none."""
         if (artifacts := self.functions) is None or not self.is_warming_up:
             return None
         record = artifacts.cached(spec, call)
         if record is not None:
-            self.directory.publishable.use(record.path, type(call[0]).__name__)
+            self.directory.publishable.use(record.path, owner)
         return record
 
     def for_graphs(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.calls.overlaps import reachable_tensors
+from compile_cache.calls.overlaps import Writes, reachable_tensors
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
     Args,
@@ -68,8 +68,8 @@ class Region:
     `served` counts the calls by step. `waited_s` is the time that requests waited for the compiler.
     """
 
-    def __init__(self, report: RegionReport, policy: Policy) -> None:
-        self.source = Source(report, policy)
+    def __init__(self, report: RegionReport, owner: str, policy: Policy) -> None:
+        self.source = Source(report, owner, policy)
         self._moment = policy.moment
         # By instance, its place in the model: see `Source.mark`.
         self.places: OfEach[str] = OfEach()
@@ -297,13 +297,17 @@ class Region:
     def _answer(self, case: Case, comparison: Comparison, call: Call, maker: Maker | None) -> Any:
         stays_alone = self._moment.stays_alone()
         try:
-            answer = self._serve_eager(call, case if maker else None)
+            with Writes(runs_all=True) as writes:
+                answer = self._serve_eager(call, case if maker else None)
         except BaseException as error:
             is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
             if not is_of_model:  # a cancel, or no memory beside the copy
                 self.source.put_off(case, call[0], error)
             raise
-        comparison.expect(answer)
+        expected = attempt(comparison.expect, answer, writes.storages)
+        if isinstance(expected, Failure):
+            self.source.put_off(case, call[0], expected.error)
+            return answer
         if maker is not None and case.state is State.CLAIMED:
             self.source.make(case, maker, comparison.pristine)
         code = case.code
@@ -327,8 +331,6 @@ class Region:
             self.source.put_off(case, module, error)
         except NoGraph:
             case.miss(module)
-        except NotHandedOver as error:  # it says what the call changes
-            self.source.give_up(case, str(error))
         except Exception as error:
             log.info("region.failed region=%s error=%r", self.report.name, error, exc_info=error)
             if code.path:
@@ -357,6 +359,7 @@ class Region:
                 case.serve([other for other in self.places if self.places[other] in case.compared_on])
             else:
                 case.standings[module] = Standing.PASSED
+        self.report.wait_for(self.source.kinds)
         moment = self._moment
         with moment.alone() if is_proved else contextlib.nullcontext(False) as takes_now:
             if takes_now:

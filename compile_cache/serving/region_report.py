@@ -86,7 +86,7 @@ class RegionReport:
                 self.settled = step
 
     def wait_for(self, kinds: Kinds) -> None:
-        """Note how many kinds of calls are served eager until their code arrives."""
+        """Note how many kinds of calls are served eager until their code arrives, or a comparison of it ends."""
         with LOCK:  # so that no older number comes last
             self.waiting = kinds.waiting
 

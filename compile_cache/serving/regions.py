@@ -78,13 +78,17 @@ class Regions:
 
     def _region(self, module_class: type[nn.Module]) -> Region:
         if module_class not in self.by_class:
-            report = RegionReport(name=module_class.__name__, instances=0)
-            if report.name in self.policy.settings.leave_eager:
+            # Classes may have one name, and those that a function made also one module.
+            alike = [kind for kind in self.by_class if kind.__name__ == module_class.__name__]
+            number = sum(class_name(kind) == class_name(module_class) for kind in alike) + 1
+            owner = class_name(module_class) + (f" {number}" if number > 1 else "")
+            report = RegionReport(name=owner if alike else module_class.__name__, instances=0)
+            if module_class.__name__ in self.policy.settings.leave_eager:
                 reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
                 report = replace(report, settled="eager", reason=reason, is_left_eager=True)
             elif isinstance(why_not := self.policy.artifacts, str) and why_not:
                 report.note_not_precompiled(why_not)
-            self.by_class[module_class] = Region(report, self.policy)
+            self.by_class[module_class] = Region(report, owner, self.policy)
         return self.by_class[module_class]
 
     @property
@@ -94,7 +98,7 @@ class Regions:
 
     def left_eager_warnings(self) -> list[str]:
         """A warning for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
-        names = {report.name for report in self.reports}
+        names = {kind.__name__ for kind in self.by_class}
         classes = ", ".join(sorted(names)) or "none"
         return [
             f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."

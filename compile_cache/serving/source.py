@@ -49,16 +49,18 @@ class Source:
     parameters if the region `shares_weights`: if all its modules may.
     """
 
-    def __init__(self, report: RegionReport, policy: Policy) -> None:
+    def __init__(self, report: RegionReport, owner: str, policy: Policy) -> None:
         self.report = report
+        # The class, as the owner of files: see `Publishable`. The report has its name for people.
+        self.owner = owner
         self.policy = policy
         self.kinds = Kinds()
         policy.kinds.append(self.kinds)
         self.shares_weights = True
         # Whether all its modules are needed after READY alone.
         self.is_late = True
-        # The owners of the files of graphs: the class, and records. See `Publishable`.
-        self._owners = {report.name}
+        # The owners of the files of graphs: the class, and records.
+        self._owners = {owner}
 
     def maker(self, case: Case, call: Call) -> Maker | None:
         """What makes the code of a claimed case in this process, as the policy says; None if nothing does. Then the
@@ -68,10 +70,10 @@ class Source:
             UnseenCallError: the policy is `error`.
         """
         policy = self.policy
-        if self.is_late and policy.makes_late(case, call):
+        if self.is_late and policy.makes_late(case, call, self.owner):
             self.report.take_step("late")
             return None
-        found = policy.find(case.spec, call)
+        found = policy.find(case.spec, call, self.owner)
         if not isinstance(found, str):
             case.arrive(found)
             count_precompiled("loaded")
@@ -80,7 +82,7 @@ class Source:
         what = policy.for_new_kinds(self.is_late)
         if what == "block":
             return functools.partial(self._made, found)
-        if record := policy.record_to_trace(case.spec, call):
+        if record := policy.record_to_trace(case.spec, call, self.owner):
             if record.seconds <= policy.tracing_s:
                 log.info("compile.trace region=%s call=%s seconds=%.1f", self.report.name, case.spec, record.seconds)
                 return functools.partial(self._traced, record)
@@ -224,9 +226,9 @@ class Source:
         publishable = self.policy.directory.publishable
         others = {path for path in files if not has_artifacts([path])}
         publishable.hand_over([record] if record else [], record, wait_s)
-        publishable.hand_over(others, self.report.name, wait_s)
+        publishable.hand_over(others, self.owner, wait_s)
         if record and has_found:
-            publishable.use(self.report.name)
+            publishable.use(self.owner)
 
     def take(self, case: Case) -> bool:
         """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
@@ -237,7 +239,7 @@ class Source:
         if case.move(State.TAKEN) and case.path:
             self.report.take_step("precompiled")
         if case.state is State.TAKEN:
-            for owner in (case.path, self.report.name) if case.path else tuple(self._owners):  # one may be added
+            for owner in (case.path, self.owner) if case.path else tuple(self._owners):  # one may be added
                 self.policy.directory.publishable.release(owner)
         return False
 
@@ -266,6 +268,8 @@ class Source:
             early = iter(range(1, _TRIES_AFTER[case.unended]))
             case.unended += 1
             self.policy.moment.note((case, "again"), lambda: case.state is not State.EAGER and bool(next(early, 0)))
+        self.report.explain(reason, case.spec)
+        self.report.wait_for(self.kinds)
         log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
 
     def leave_out(self, case: Case, module: nn.Module, reason: str) -> None:

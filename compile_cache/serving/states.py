@@ -264,8 +264,8 @@ class Kinds:
 
     @property
     def waiting(self) -> int:
-        """How many cases are served eager until their code arrives."""
-        return sum(case.state is State.ORDERED for case in self)
+        """How many cases are served eager until their code arrives, or a comparison of it ends."""
+        return sum(case.state is State.ORDERED or (case.unended > 0 and case.state is not State.EAGER) for case in self)
 
     def case(self, call: Call) -> tuple[Case, Code | None] | str:
         """The case of this call, made if it is new, and its code, which fits the call. Code that arrives later may
