@@ -82,12 +82,19 @@ def finish(compiler: Regions) -> None:
     assert compiler.policy.wait(600)
 
 
+class Token:
+    """A prediction, as a `Moment` knows it."""
+
+
+FIRST, SECOND = Token(), Token()
+
+
 @contextlib.contextmanager
 def prediction(moment: Moment, is_whole: bool = True) -> Iterator[bool]:
     """A prediction, which ends whole or is broken off. Whether it has new code."""
-    had_new_code = moment.begin()
-    yield had_new_code
-    moment.end(is_whole, had_new_code)
+    token = Token()
+    yield moment.begin(token)
+    moment.end(token, is_whole)
 
 
 def only_report(compiler: Regions) -> RegionReport:

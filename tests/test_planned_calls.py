@@ -9,7 +9,7 @@ import faulty_blocks
 import pytest
 import torch
 from background_blocks import Wide
-from precompiling import boot, build, eager, finish, only_report, prediction, tensor, warm_up
+from precompiling import FIRST, SECOND, Token, boot, build, eager, finish, only_report, prediction, tensor, warm_up
 from torch import nn
 from toy_model import WideBlock
 
@@ -84,32 +84,58 @@ def test_new_code_is_taken_between_two_predictions(directory):
     compiler = background(directory, good, bad)
     expected = warm_up(compiler, lambda: [good(tensor(4, 16)), bad(tensor(4, 16))])
     moment, regions = compiler.policy.moment, compiler.by_class
-    moment.begin()
+    moment.begin(FIRST)
     finish(compiler)
     served = []
     for is_new in (False, True, True, False):
         if served:
-            assert moment.begin() == is_new
+            assert moment.begin(FIRST) == is_new
         torch.testing.assert_close([eager(good, tensor(4, 16)), eager(bad, tensor(4, 16))], expected)
         served.append(dict(regions[Wide].served))
-        moment.end(is_complete=True, had_new_code=is_new)
+        moment.end(FIRST, is_complete=True)
     assert served == [{"eager": 2}, {"eager": 3}, {"eager": 3, "precompiled": 1}, {"eager": 3, "precompiled": 2}]
     assert set(regions[faulty_blocks.Cheating].served) == {"eager"}
 
 
 def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_is_made_up_for():
     moment, taken = Moment(), []
-    assert not moment.begin()
+    assert not moment.begin(FIRST)
     moment.note(moment, lambda: taken.append(1))
-    assert not moment.begin()
+    assert not moment.begin(SECOND)
     moment.pass_by()
     assert taken == []
-    moment.end(is_complete=True, had_new_code=False)
-    moment.end(is_complete=True, had_new_code=False)
-    assert moment.begin()
+    moment.end(FIRST, is_complete=True)
+    moment.end(SECOND, is_complete=True)
+    assert moment.begin(FIRST)
     assert taken == [1]
-    moment.end(is_complete=False, had_new_code=True)
-    assert moment.begin()
+    moment.end(FIRST, is_complete=False)
+    assert moment.begin(FIRST)
+
+
+def test_a_prediction_that_a_cancel_breaks_off_while_it_begins_is_not_open_and_loses_no_change():
+    """The cancel comes in the middle of a change, and again behind it."""
+    moment, taken = Moment(), []
+    cancels = iter([KeyboardInterrupt, None])
+
+    def change() -> None:
+        taken.append(1)
+        if error := next(cancels, None):
+            raise error
+
+    moment.note("code", change)
+    moment.note("other code", lambda: taken.append(2))
+    with pytest.raises(KeyboardInterrupt):
+        moment.begin(FIRST)
+    assert not moment.open
+    assert moment.begin(SECOND)
+    assert taken == [1, 1, 2]
+
+
+def test_a_prediction_that_is_gone_is_not_open():
+    moment, token = Moment(), Token()
+    moment.begin(token)
+    del token
+    assert not moment.open
 
 
 def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
@@ -135,7 +161,7 @@ def test_a_change_that_fails_costs_no_other_change_and_no_prediction():
     moment, taken = Moment(), []
     for subject, change in (("a", lambda: 1 / 0), ("b", lambda: taken.append(1))):
         moment.note(subject, change)
-    assert moment.begin()
+    assert moment.begin(FIRST)
     assert taken == [1]
 
 
@@ -144,8 +170,8 @@ def test_a_prediction_is_alone_until_another_one_is_open_whatever_arrives():
     stays_alone = moment.stays_alone()
     moment.note("code", lambda: None)
     assert stays_alone()
-    for expected in (True, False):
-        moment.begin()
+    for expected, token in ((True, FIRST), (False, SECOND)):
+        moment.begin(token)
         with moment.alone() as is_alone:
             assert is_alone is expected
     assert not stays_alone()
@@ -155,10 +181,10 @@ def test_a_prediction_that_is_just_beginning_is_not_overlooked(monkeypatch):
     """Another thread asks while the changes are made."""
     monkeypatch.setattr("compile_cache.serving.moment._LONGEST_WAIT_S", -1.0)
     moment, asked = Moment(), []
-    moment.begin()
+    moment.begin(FIRST)
     with ThreadPoolExecutor() as threads:
         moment.note("code", lambda: asked.append(threads.submit(moment.stays_alone)) or bool(wait(asked, 0.2)))
-        moment.begin()
+        moment.begin(SECOND)
         assert not asked[0].result()()
 
 
@@ -188,12 +214,12 @@ def test_the_warm_ups_calls_are_compiled_first(directory):
 
 def test_what_waits_for_an_ending_waits_for_the_last_prediction_that_is_open():
     moment, made = Moment(), list[str]()
-    moment.begin()
-    moment.begin()
+    moment.begin(FIRST)
+    moment.begin(SECOND)
     moment.note_ending("a function", lambda: made.append("marked"))
-    moment.end(is_complete=True, had_new_code=False)
+    moment.end(FIRST, is_complete=True)
     assert made == []
-    moment.end(is_complete=True, had_new_code=False)
+    moment.end(SECOND, is_complete=True)
     assert made == ["marked"]
 
 
@@ -210,9 +236,9 @@ def test_a_prediction_that_raises_is_no_whole_one(directory, error, made):
 def test_code_that_is_noted_again_waits_no_longer_under_steady_overlap(monkeypatch):
     moment, taken, now = Moment(), list[str](), [0.0]
     monkeypatch.setattr("compile_cache.serving.moment.time", SimpleNamespace(monotonic=lambda: now[0]))
-    moment.begin()
+    moment.begin(FIRST)
     for now[0], what in ((0.0, "one instance"), (9.0, "another")):
         moment.note("code", lambda what=what: taken.append(what))
     now[0] = 11.0
-    moment.begin()  # while the first one is open
+    moment.begin(SECOND)  # while the first one is open
     assert taken == ["another"]

@@ -440,8 +440,7 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
 def test_a_boot_that_hits_compares_an_artifact_once_and_any_other_on_every_instance(
     directory, monkeypatch, is_hit, is_marked, comparisons
 ):
-    module = build(Product)
-    warmed(directory, module)
+    warmed(directory, build(Product), build(Product))
     for mark in directory.path.rglob("*.compared"):
         if not is_marked:
             mark.unlink()

@@ -14,7 +14,20 @@ from typing import Any
 import pytest
 import torch
 from blocks import SIZE, Breaking, Weighted
-from precompiling import activated, boot, build, built, eager, only_report, prediction, tensor, warm_up, warmed
+from precompiling import (
+    FIRST,
+    SECOND,
+    activated,
+    boot,
+    build,
+    built,
+    eager,
+    only_report,
+    prediction,
+    tensor,
+    warm_up,
+    warmed,
+)
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
@@ -355,7 +368,7 @@ def compared(directory):
     """A block whose code has passed and is taken at the next moment, its case, and its boot."""
     block = build(Block)
     compiler = boot(directory, block, settings=Settings(cold_start="block"))
-    compiler.policy.moment.begin()
+    compiler.policy.moment.begin(FIRST)
     warm_up(compiler, lambda: block(tensor()))
     (region,) = compiler.by_class.values()
     (case,) = region.source.kinds
@@ -370,14 +383,14 @@ def test_code_that_another_thread_drops_while_it_is_taken_is_not_taken(compared,
     assert case.state is State.ARRIVED
     drop = property(lambda case: region.source.drop(case, "another thread gave it up") or True)
     monkeypatch.setattr(Case, "has_passed", drop)
-    compiler.policy.moment.end(is_complete=True, had_new_code=False)
-    compiler.policy.moment.begin()
+    compiler.policy.moment.end(FIRST, is_complete=True)
+    compiler.policy.moment.begin(FIRST)
 
 
 def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_later_call(compared, monkeypatch):
     block, case, compiler, region = compared
-    compiler.policy.moment.end(is_complete=True, had_new_code=False)
-    compiler.policy.moment.begin()
+    compiler.policy.moment.end(FIRST, is_complete=True)
+    compiler.policy.moment.begin(FIRST)
     assert case.state is State.TAKEN
     real = Case.is_to_compare
     monkeypatch.setattr(
@@ -431,7 +444,7 @@ def test_another_thread_draws_no_random_numbers_twice(directory, monkeypatch):
 
         def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
             def try_out(*call: Any) -> Any:
-                threads.submit(compiler.policy.moment.begin).add_done_callback(lambda _: began.set())
+                threads.submit(compiler.policy.moment.begin, SECOND).add_done_callback(lambda _: began.set())
                 assert not began.wait(0.2)
                 return function(*call)
 
@@ -488,7 +501,7 @@ def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code
 
     monkeypatch.setattr(Comparison, "check", check)
     warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
-    assert "differs" not in only_report(compiler).reason
+    assert "not compared with eager: while other predictions were open" in only_report(compiler).reason
     with prediction(compiler.policy.moment):
         assert step_of(compiler, block) == "precompiled"
 

@@ -20,8 +20,8 @@ from compile_cache.serving.states import MOVES, Case, Kinds, Standing, State
 class Code:
     """Code that fits the calls of which `fitting` is true."""
 
-    def __init__(self, fitting: Callable[..., bool], path: str = "made.aot", is_proved: bool = False) -> None:
-        self._fitting, self.path, self.is_proved = fitting, path, is_proved
+    def __init__(self, fitting: Callable[..., bool], path: str = "made.aot", compared_on: frozenset[str] = frozenset()) -> None:
+        self._fitting, self.path, self.compared_on = fitting, path, compared_on
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._fitting(*args)
@@ -179,12 +179,12 @@ def test_instances_with_numbers_of_their_own_get_code_each_and_one_whose_number_
         assert "changes from call to call" in kinds.case((changing, (number,), {}))
 
 
-def test_code_that_an_earlier_boot_proved_on_all_instances_is_no_reason_to_make_none_for_one():
+def test_code_that_an_earlier_boot_compared_is_no_reason_to_make_none_for_one():
     kinds, modules, states = Kinds(), [nn.Identity() for _ in range(12)], []
     for number, module in enumerate(modules):
         states.append((case := case_of(kinds, module, number)).state)
-        arrive(case, Code(lambda found, number=number: found == number, is_proved=True))
-        assert case.has_proved_code
+        arrive(case, Code(lambda found, number=number: found == number, compared_on=frozenset({"a place"})))
+        assert case.compared_on
         case.serve(modules)
     assert states == [State.NEW] * 12
     assert not any(case.is_to_compare(module) for case in kinds for module in modules)

@@ -107,7 +107,7 @@ def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_nex
 
 def test_an_answer_without_code_uses_nothing_of_another_version(directory):
     regions = boot(directory, build(Product), settings=BACKGROUND)
-    directory.publishable.plant({"seed.so": "Product"})
+    directory.publishable.plant({"seed.so": "blocks.Product"})
     (region,) = regions.by_class.values()
     region.source._hand_over((), "", has_found=True)
     assert directory.publishable.ready() == {}
@@ -115,7 +115,7 @@ def test_an_answer_without_code_uses_nothing_of_another_version(directory):
     assert directory.publishable.ready().keys() <= {"precompiled/a/0.cached"}
     region.source._hand_over((), "precompiled/a/0.cached", has_found=True, wait_s=0.0)
     directory.publishable.withheld.add("precompiled/a/0.cached")
-    assert directory.publishable.ready() == {"seed.so": "Product"}
+    assert directory.publishable.ready() == {"seed.so": "blocks.Product"}
 
 
 def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_or_at_the_end(many):
@@ -129,7 +129,7 @@ def test_code_is_published_with_its_files_once_it_was_compared_on_all_instances_
     answer_all(blocks[5:])
     answer_all(blocks[:1])  # by code that is taken
     assert publishable.ready().items() >= at_the_end.items()
-    assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"Product"}
+    assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"blocks.Product"}
 
 
 @pytest.mark.parametrize(

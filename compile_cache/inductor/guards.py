@@ -64,6 +64,7 @@ _SAYS_NOTHING = frozenset({"WEAKREF_ALIVE", "DUPLICATE_INPUT"})
 _OF_STORED = _BY_VALUE | {"SEQUENCE_LENGTH"} | _BY_KEYS | {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS"}
 # Kinds whose values nobody replaces between two calls. They are checked when a function is loaded, not in every call.
 _NEVER_SET_AGAIN = frozenset({"MODULE_MATCH", "CLASS_MATCH", "NN_MODULE"})
+_KEY_BY_PLACE = "list(dict.keys("
 # A guard on one key of a dictionary. Another guard covers all keys.
 _KEY_OF_DICT = re.compile(r"list\(dict\.keys\(.*\)\)\[\d+\]$")
 # A call's own containers, a module's dictionaries of parts and hooks, and expressions that make an object: nobody asks
@@ -127,6 +128,8 @@ class Recorder:
         self._met: set[tuple[Any, ...]] = set()
         # By the identity of a function's globals, the expression for the function.
         self._functions: dict[int, str] = {}
+        # By torch's expression for a key by its place in a dictionary: the dictionary's expression, it, and the key.
+        self._keys: dict[str, tuple[str, Any, Any]] = {}
 
     def alias_guard(self, make_guard: Callable[..., Any], source: Any, other: Any) -> Any:
         """torch's guard on an object that has two sources, which are noted. torch makes one only if both are inputs, or
@@ -140,6 +143,12 @@ class Recorder:
         values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
         functions = {name: value for name, value in values.items() if isinstance(value, types.FunctionType)}
         self._functions = {id(f.__globals__): name for name, f in functions.items() if _NO_MODULE not in name}
+        self._keys = {}
+        by_place = " ".join(name for name in values if _KEY_BY_PLACE in name)
+        for name, value in values.items():
+            if f"{_KEY_BY_PLACE}{name}))" in by_place and _has_plain_keys(value):
+                for number, key in enumerate(value):
+                    self._keys[f"{_KEY_BY_PLACE}{name}))[{number}]"] = name, value, key
         aliases = {name: values[other] for name, other in self._aliases.items() if other in values}
         asked = {*aliases, *(self._aliases[name] for name in aliases)}
         alike = defaultdict[type, dict[str, Any]](dict)
@@ -159,6 +168,8 @@ class Recorder:
             return False
         kinds = {kind, *entry.derived_guard_types}
         is_stored = not entry.is_global and not kinds & NOT_STORED and _NOT_STORED_PART not in name
+        if kind == "SEQUENCE_LENGTH" and not is_stored and _has_plain_keys(entry.value):
+            return False  # torch counts the keys because it finds them by their places
         if kind in _BY_VALUE:  # a text may be a secret, and torch takes for equal what `==` does
             is_stored = is_stored and not _has_equals(entry.value) and without_texts(entry.value) == entry.value
         if kind in (_OF_STORED if is_stored else _ALL):
@@ -186,6 +197,8 @@ class Recorder:
     ) -> None:
         try:
             key = _given(entry) if entry else None
+            if name in self._keys:
+                (name, value, key), kind = self._keys[name], "DICT_CONTAINS"
             if kind in _BY_CONTENT and not isinstance(key, str | int | bytes):
                 raise NotPrecompilable(f"torch guards what {name} contains: {key!r}")
             expression = self._in_modules(name)
@@ -197,7 +210,10 @@ class Recorder:
             self._refusals += [] if is_stored else [NotPrecompilable(reason)]
 
     def _in_modules(self, expression: str) -> str:
-        """The expression with the names of modules. torch's names for scopes have numbers of this process."""
+        """The expression with the names of modules, and with keys in place of their places in a dictionary, which other
+        code may fill too. torch's names for scopes have numbers of this process."""
+        for place in sorted(self._keys, key=len, reverse=True):  # a key's dictionary may be named by another key
+            expression = expression.replace(place, repr(self._keys[place][-1]))
         return _GLOBAL.sub(lambda found: self._scope(call_region.__globals__.get(found[1])), expression)
 
     def _scope(self, scope: Any) -> str:
@@ -220,6 +236,10 @@ class Recorder:
         if self._refusals:
             raise self._refusals[0]
         return list(self._found)
+
+
+def _has_plain_keys(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(key) in (str, int) for key in value)
 
 
 def _has_equals(value: Any) -> bool:

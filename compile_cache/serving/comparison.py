@@ -196,8 +196,8 @@ def _parts(value: Any) -> list[Any]:
     """An object's items, attributes and slots, with their keys and names, and what pickle makes it of if its class says
     that. Empty if it has none of these."""
     parts: list[Any] = []
-    if attributes := _attributes(value):  # a dictionary too, but a module's has its compiled call, as its shadow has not
-        # Their order means nothing, and a copy may have another one.
+    if attributes := _attributes(value):  # their order means nothing, and a copy may have another one
+        # A module's has its compiled call, which its shadow has not.
         parts = _parts({name: part for name, part in sorted(attributes.items()) if name != COMPILED_CALL})
     if isinstance(value, dict):
         parts += [_Keys((*value, *map(type, value))), *value.values()]

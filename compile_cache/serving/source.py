@@ -30,7 +30,7 @@ from compile_cache.inductor.function_file import UNPROVED_S, Mark, has_artifacts
 from compile_cache.serving.comparison import generators_at
 from compile_cache.serving.policy import Policy
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.serving.states import Case, Code, Kinds, State
+from compile_cache.serving.states import WITH_CODE, Case, Code, Kinds, State
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Graphs, Traced
@@ -246,7 +246,8 @@ class Source:
     def mark(self, case: Case, places: Mapping[Any, str]) -> None:
         """Note for later boots on which instances, by their places, a function was compared: in all calls of theirs
         that it serves."""
-        alike = [other for other in self.kinds if other.path == case.path] if case.path else []
+        is_function = case.path and case.state in WITH_CODE  # which has not failed meanwhile
+        alike = [other for other in self.kinds if other.path == case.path] if is_function else []
         passed = {places[module] for other in alike for module in other.instances(True)}
         passed -= {places[module] for other in alike for module in other.instances(False)}
         if passed and case.code is not None and not passed <= case.code.compared_on:

@@ -128,8 +128,9 @@ class Case:
         """End the claim of this call, if it has one. If nothing was found, made or ordered, the case is NEW again."""
         with LOCK:
             if self.claimant is call:
-                self.move(State.NEW)
                 self.claimant = None
+                if self.state is State.CLAIMED:
+                    self.state = State.NEW
 
     def move(self, state: State) -> bool:
         """Go to `state`. False if `MOVES` has no such way, because another thread was first."""
