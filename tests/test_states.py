@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,14 +11,15 @@ from torch import nn
 
 from compile_cache.calls.spec import Call, CallSpec, top_sizes
 from compile_cache.of_each import OfEach
-from compile_cache.serving.moment import LOCK
 from compile_cache.serving.states import MOVES, Case, Kinds, Standing, State
 
 
 class Code:
     """Code that fits the calls of which `fitting` is true."""
 
-    def __init__(self, fitting: Callable[..., bool], path: str = "made.aot", compared_on: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, fitting: Callable[..., bool], path: str = "made.aot", compared_on: frozenset[str] = frozenset()
+    ) -> None:
         self._fitting, self.path, self.compared_on = fitting, path, compared_on
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -79,30 +78,6 @@ def test_code_that_arrives_for_an_eager_case_serves_nothing():
     case.move(State.EAGER)
     case.arrive(Code(lambda number: True))
     assert (case.state, case.code) == (State.EAGER, None)
-
-
-def test_an_instance_that_waited_for_code_that_does_not_fit_it_does_not_hold_that_code_back():
-    kinds, one, other = Kinds(), nn.Identity(), nn.Identity()
-    case = case_of(kinds, one, 1)
-    assert case_of(kinds, other, 2) is case
-    arrive(case, Code(lambda number: number == 1))
-    assert case_of(kinds, other, 2) is not case
-    serve(case, one)
-    assert case.has_passed
-
-
-def test_code_does_not_wait_for_an_instance_that_was_left_out_between_two_calls_of_another():
-    kinds, one, absent = Kinds(), nn.Identity(), nn.Identity()
-    case = case_of(kinds, one, 1)
-    assert case_of(kinds, absent, 1) is case
-    arrive(case, Code(lambda number: True))
-    states = []
-    serve(case, one)
-    for caller in (one, one, absent):
-        assert case_of(kinds, caller, 1) is case
-        states.append(case.has_passed)
-    assert states == [False, True, False]
-    assert case.is_to_compare(absent)
 
 
 def test_graphs_of_torch_compile_serve_the_numbers_alone_that_they_were_compared_with():
@@ -195,16 +170,6 @@ def test_an_object_may_end_with_the_mapping_that_holds_another_ones_value():
     one, other, values = nn.Identity(), nn.Identity(), OfEach[Any]()
     values[one], values[other] = other, None
     del other, values
-
-
-def test_whether_an_instance_is_to_compare_is_not_asked_in_the_middle_of_a_change():
-    module = nn.Identity()
-    case = case_of(Kinds(), module, 1)
-    with ThreadPoolExecutor(1) as threads, LOCK:
-        asked = threads.submit(case.is_to_compare, module)
-        time.sleep(0.1)
-        serve(case, module)
-    assert not asked.result()
 
 
 def test_an_eager_case_hides_no_code_that_leaves_its_sizes_open():

@@ -77,7 +77,6 @@ class Shadow:
         """The `call` of another copy, for a run that must not change this one. Raises as the constructor does."""
         return Shadow(self.call).call
 
-
     def changed(self, written: set[int]) -> str:
         """The name of a tensor that the copy shares and that a run of the call has changed, which wrote into the
         storages `written`; empty if there is none."""

@@ -230,18 +230,15 @@ class Source:
         if record and has_found:
             publishable.use(self.owner)
 
-    def take(self, case: Case) -> bool:
-        """Let code that has passed serve; True if it is too early. Called between two predictions, and for proved code
-        at once."""
-        if case.state is State.ARRIVED and not case.has_passed:
-            return True
+    def take(self, case: Case) -> None:
+        """Let code serve the instances on which it has passed. Called between two predictions, and for proved code at
+        once."""
         case.serve()
         if case.move(State.TAKEN) and case.path:
             self.report.take_step("precompiled")
         if case.state is State.TAKEN:
             for owner in (case.path, self.owner) if case.path else tuple(self._owners):  # one may be added
                 self.policy.directory.publishable.release(owner)
-        return False
 
     def mark(self, case: Case, places: Mapping[Any, str]) -> None:
         """Note for later boots on which instances, by their places, a function was compared: in all calls of theirs

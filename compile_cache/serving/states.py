@@ -38,10 +38,10 @@ class State(enum.Enum):
     - CLAIMED: one thread looks for stored code, makes code (`block`), or orders it (`background`). Eager answers.
     - ORDERED: the second process makes the code. Eager answers.
     - LATE: functions are stored for such calls, and are loaded after READY. Eager answers. Then the case is NEW again.
-    - ARRIVED: eager answers, and the code runs on a copy and is compared, once for each instance. Of the instances on
-      which earlier boots compared it, one is enough in the warm-up, and none is needed outside it.
-    - TAKEN: the code answers: a function compiled ahead of time, or graphs of `torch.compile`, of stored files or made
-      in this process. An instance that is not compared yet is compared first.
+    - ARRIVED: eager answers, and the code runs on a copy and is compared.
+    - TAKEN: the code answers calls of instances on which it has passed: a function compiled ahead of time, or graphs
+      of `torch.compile`, of stored files or made in this process. On any other instance, it is compared first. Of the
+      instances on which earlier boots compared it, one is enough in the warm-up, and none is needed outside it.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
       first call of a prediction does not, the case is NEW again.
     - EAGER: the model's own code answers until the process ends. The region's report says why.
@@ -76,7 +76,6 @@ class Standing(enum.Enum):
     """What an instance has to do with a case that it has met.
 
     - TO_COMPARE: the code has to be compared on it.
-    - AWAY: as TO_COMPARE, but since its last call another instance called twice. It may be gone, and is not waited for.
     - PROVED: it made no such call yet, but an earlier boot has compared the code on it.
     - PASSED: the code was compared on it. Eager answers until the code is taken, between two predictions.
     - SERVES: the code was compared on it, or need not be. Whether the code fits a call is checked in that call.
@@ -84,7 +83,6 @@ class Standing(enum.Enum):
     """
 
     TO_COMPARE = "to compare"
-    AWAY = "away"
     PROVED = "proved"
     PASSED = "passed"
     SERVES = "serves"
@@ -103,7 +101,7 @@ class Case:
     | `spec` | the first such call |
     | `state` | how its calls are served; `move` and `claim` alone set it |
     | `code` | what serves them, once it has arrived |
-    | `standings` | the instances that made such calls and still exist, those that called last at the end |
+    | `standings` | the instances that made such calls and still exist |
     | `unended` | how many comparisons have not ended since one did |
     | `claimant` | the call that has claimed the case |
     """
@@ -157,23 +155,16 @@ class Case:
         return self.code.compared_on if self.code is not None else frozenset()
 
     def meet(self, module: nn.Module) -> None:
-        """Note a call of `module`. If it calls again, each instance to compare that did not call in between is away."""
+        """Note a call of `module`."""
         with LOCK:
-            if module in self.standings:
-                for other in list(self.standings):
-                    if other is module:
-                        break
-                    if self.standings[other] is Standing.TO_COMPARE:
-                        self.standings[other] = Standing.AWAY
-            standing = self.standings.pop(module, Standing.AWAY)
-            now_met = {Standing.AWAY: Standing.TO_COMPARE, Standing.PROVED: Standing.SERVES}
-            self.standings[module] = now_met.get(standing, standing)
+            if self.standings.setdefault(module, Standing.TO_COMPARE) is Standing.PROVED:
+                self.standings[module] = Standing.SERVES
 
     def leave(self, module: nn.Module) -> None:
         """Note that a function does not fit a call of `module`. An instance on which it was compared stays so: it may
         fit again, as after an adapter was taken out."""
         with LOCK:
-            if self._is_function and self.standings.get(module) in (Standing.TO_COMPARE, Standing.AWAY):
+            if self._is_function and self.standings.get(module) is Standing.TO_COMPARE:
                 del self.standings[module]
 
     def miss(self, module: nn.Module) -> None:
@@ -190,7 +181,7 @@ class Case:
         """Let the code serve the instances on which it has passed, and those on which an earlier boot compared it."""
         with LOCK:
             for module in proved:
-                if self.standings.setdefault(module, Standing.PROVED) in (Standing.TO_COMPARE, Standing.AWAY):
+                if self.standings.setdefault(module, Standing.PROVED) is Standing.TO_COMPARE:
                     self.standings[module] = Standing.PASSED
             for module, standing in self.standings.items():
                 if standing is Standing.PASSED:
@@ -202,12 +193,6 @@ class Case:
         with LOCK:
             return any(standing in _PASSED for standing in list(self.standings.values()))
 
-    @property
-    def has_passed(self) -> bool:
-        """Whether the code was compared on every instance that is waited for."""
-        with LOCK:
-            return self.serves_any and Standing.TO_COMPARE not in list(self.standings.values())
-
     def instances(self, have_passed: bool) -> list[nn.Module]:
         """The instances that made such calls and on which the code has passed, or those on which it has not."""
         with LOCK:
@@ -216,8 +201,7 @@ class Case:
 
     def is_to_compare(self, module: nn.Module) -> bool:
         """Whether the code was not compared on this instance."""
-        with LOCK:  # `meet` takes it out for a moment
-            return self.standings.get(module) not in _PASSED
+        return self.standings.get(module) not in _PASSED
 
     def counts_for(self, module: nn.Module) -> bool:
         """Whether the case is one of those that may be made for an instance: it made such calls, or no other did."""
