@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from random_texts import VOCABULARY, make
 from sums import answer, prompt, unseen_sums
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.text.model import TextInputs, TextModel, default_buckets
 from models.text.sampling import Sampling
@@ -62,6 +64,32 @@ def test_a_stop_sequence_ends_the_answer_and_what_only_begins_one_is_part_of_it(
     whole = text(model, RAMBLING)
     assert text(model, replace(RAMBLING, stop_sequences=(whole[5:8],))) == whole[: whole.index(whole[5:8])]
     assert text(model, replace(RAMBLING, stop_sequences=(f"{whole[-2:]} and more",))) == whole
+
+
+def test_a_stop_sequence_may_have_the_token_in_it_that_ends_the_answer(model):
+    for stop, said in (("8<eos>", "6"), ("<eos>", "68"), ("9<eos>", "68")):
+        assert text(model, TextInputs("23+45=", stop_sequences=(stop,))) == said
+
+
+def test_special_tokens_in_a_stop_sequence_end_the_answer_as_they_end_generate():
+    names = [f"<{number}>" if number % 2 else f"▁{number}" for number in range(VOCABULARY - 1)] + ["abcdef"]
+    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, "<1>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Metaspace()
+    backend.add_special_tokens(names[1::2])
+    tokenizer, asked = PreTrainedTokenizerFast(tokenizer_object=backend), "▁4 ▁6"
+    plain, served = (make("llama", eos_token_id=None) for _ in range(2))
+    served = TextModel(served, tokenizer, SETTINGS)
+    tokens = tokenizer(asked, return_tensors="pt")["input_ids"]
+    options = {"do_sample": False, "max_new_tokens": 20, "tokenizer": tokenizer}
+    marked = tokenizer.decode(plain.generate(tokens, **options)[0, 2:])
+    assert marked.count("<") > 5
+    for begin in range(0, len(marked) - 9, 3):
+        stop = marked[begin : begin + 3 + begin % 7]
+        answer = served.answer(TextInputs(asked, max_new_tokens=20, stop_sequences=(stop,)))
+        said = "".join(answer)
+        found = plain.generate(tokens, stop_strings=[stop], **options)[0]
+        assert answer.new_tokens == len(found) - 2
+        assert tokenizer.decode(found, skip_special_tokens=True).startswith("4 6" + said)
 
 
 def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed, caplog):

@@ -90,11 +90,9 @@ class Answer:
     def __iter__(self) -> Iterator[str]:
         for token in self._tokens:
             self.new_tokens += 1
-            if token in self._ends:
-                break
             if piece := self._stream.add(token):
                 yield piece
-            if self._stream.has_stopped:
+            if self._stream.has_stopped or token in self._ends:
                 break
         if piece := self._stream.end():
             yield piece
@@ -159,7 +157,7 @@ class TextModel:
             ValueError: the model cannot take an input.
         """
         request = self.request(inputs)
-        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop_sequences, request.prompt)
+        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop_sequences, request.prompt, self._ends)
         return Answer(len(request.prompt), self.generator.tokens(request), stream, self._ends)
 
     def request(self, inputs: TextInputs) -> Request:
