@@ -11,7 +11,7 @@ import pytest
 from random_texts import VOCABULARY, make
 from sums import answer, prompt, unseen_sums
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from models.text.model import TextInputs, TextModel, default_buckets
 from models.text.sampling import Sampling
@@ -99,6 +99,18 @@ def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed, 
     assert model.request(TextInputs("1+1=")).sampling == Sampling(0.6, 0.9, 20, 1.1, 0)
     given = TextInputs("1+1=", temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=9)
     assert model.request(given).sampling == Sampling(0.0, 1.0, 0, 1.0, 9)
+
+
+def test_what_a_model_sets_and_generate_would_follow_is_followed_or_named(changed, caplog):
+    unset = GenerationConfig._get_default_generation_params()
+    named = {"max_time": 5.0, "token_healing": True, "forced_bos_token_id": 0, "encoder_repetition_penalty": 1.2}
+    named |= {"encoder_no_repeat_ngram_size": 2, "watermarking_config": {"bias": 2.0}, "of_a_later_release": "on"}
+    model = changed("generation_config.json", **{**unset, "suppress_tokens": [], "min_p": 0.0})
+    assert "generation_config" not in caplog.text
+    model = changed("generation_config.json", **named, stop_strings="8")
+    assert f"sets {', '.join(sorted(named))}, which is ignored here" in caplog.text
+    assert text(model, TextInputs("23+45=")) == "6"
+    assert text(model, TextInputs("23+45=", stop_sequences=())) == "68"
 
 
 def test_a_model_that_samples_by_itself_is_sampled_as_generate_would(changed):
