@@ -138,6 +138,15 @@ def test_a_system_prompt_is_refused_where_there_is_no_chat_template(changed):
         text(model, TextInputs("23+45=", system_prompt="Add."))
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model):
+    """64 tokens of at most five characters, which are <bos>, <eos> and <pad>."""
+    longest = model.request(TextInputs("<bos>" * 63))
+    assert len(longest.prompt) == 64
+    for inputs in ({"prompt": "1" * 321}, {"system_prompt": "1" * 321}, {"stop_sequences": ["1"] * 321}):
+        with pytest.raises(ValueError, match=rf"{next(iter(inputs))} has 321 characters; it may have 320 .*BUCKETS"):
+            model.request(TextInputs(**{"prompt": "1+1=", **inputs}))
+
+
 def test_every_bucket_is_warmed_up_and_so_is_decoding(model):
     requests = model.warm_up_inputs()
     assert [len(request.prompt) for request in requests] == [16, 60]

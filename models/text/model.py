@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -151,10 +151,32 @@ class TextModel:
         Raises:
             ValueError: the model cannot take an input.
         """
+        self._check_lengths(inputs)
         prompt = self._tokenize(inputs)
         room = self.generator.cache_tokens - len(prompt)
         new_tokens = _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)))
         return Request(prompt, new_tokens, _sampling(inputs, self._defaults))
+
+    def _check_lengths(self, inputs: TextInputs) -> None:
+        """Check that no text has more characters than the longest token, as often as a prompt may have tokens.
+
+        Tokenizing takes some 200 bytes for each character. The limit holds even where a tokenizer drops characters.
+
+        Raises:
+            ValueError: a text is longer. The message names it, and its limit.
+        """
+        stop, tokens = inputs.stop_sequences or (), self.generator.buckets[-1]
+        texts = {"prompt": [inputs.prompt], "system_prompt": [inputs.system_prompt], "stop_sequences": stop}
+        for name, parts in texts.items():
+            length = sum(map(len, parts))
+            if length > tokens and length > (most := tokens * self._longest_token):
+                raise ValueError(
+                    f"{name} has {length} characters; it may have {most} ({tokens} tokens, PROMPT_BUCKETS)"
+                )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def _tokenize(self, inputs: TextInputs) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
