@@ -267,9 +267,8 @@ class TextPredictor(Served):
         from models.text.model import TextInputs
 
         seed = random.getrandbits(32) if seed is None else seed
-        stops = stop_sequences or ()
         inputs = TextInputs(
-            prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stops, seed
+            prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stop_sequences, seed
         )
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:

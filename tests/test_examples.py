@@ -48,6 +48,29 @@ def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_libra
     main(["embeddings/siglip", "--work", str(tmp_path)])
 
 
+REFUSED = """
+import sys
+sys.path.insert(0, "examples/embeddings")
+from {0} import Predictor
+predictor = Predictor()
+predictor.setup()
+try:
+    predictor.run(texts=["a", "b" * {1}])
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("predictor", "model", "most"), [("predict", "e5", 320), ("pictures", "siglip", 64)])
+def test_a_text_with_more_characters_than_its_tokens_can_have_is_refused(tmp_path, predictor, model, most):
+    """64 tokens as long as [PAD], and 16 as </s>."""
+    MODELS[model](tmp_path / model)
+    given = {"MODEL": str(tmp_path / model), "LENGTHS": "64", "BATCHES": "2", "COMPILE_CACHE_SCOPE": "off"}
+    program = REFUSED.format(predictor, most + 1)
+    done = run_boot(os.environ | given, program, program="run_source", folder=EXAMPLES.parent)
+    assert done.stdout.startswith(f"a text has {most + 1} characters; it may have {most}"), done.stderr
+
+
 def test_a_merged_lora_is_diffusers_own_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "flux-lora")
     done = run_boot(os.environ, str(tmp_path), program="fused_loras", folder=Path(sys.prefix, "lora"))

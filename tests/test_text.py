@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from random_texts import VOCABULARY, make
 from sums import answer, prompt, unseen_sums
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from models.text.model import TextInputs, TextModel, default_buckets
 from models.text.sampling import Sampling
@@ -64,6 +66,32 @@ def test_a_stop_sequence_ends_the_answer_and_what_only_begins_one_is_part_of_it(
     assert text(model, replace(RAMBLING, stop_sequences=(f"{whole[-2:]} and more",))) == whole
 
 
+def test_a_stop_sequence_may_have_the_token_in_it_that_ends_the_answer(model):
+    for stop, said in (("8<eos>", "6"), ("<eos>", "68"), ("9<eos>", "68")):
+        assert text(model, TextInputs("23+45=", stop_sequences=(stop,))) == said
+
+
+def test_special_tokens_in_a_stop_sequence_end_the_answer_as_they_end_generate():
+    names = [f"<{number}>" if number % 2 else f"▁{number}" for number in range(VOCABULARY - 1)] + ["abcdef"]
+    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, "<1>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Metaspace()
+    backend.add_special_tokens(names[1::2])
+    tokenizer, asked = PreTrainedTokenizerFast(tokenizer_object=backend), "▁4 ▁6"
+    plain, served = (make("llama", eos_token_id=None) for _ in range(2))
+    served = TextModel(served, tokenizer, SETTINGS)
+    tokens = tokenizer(asked, return_tensors="pt")["input_ids"]
+    options = {"do_sample": False, "max_new_tokens": 20, "tokenizer": tokenizer}
+    marked = tokenizer.decode(plain.generate(tokens, **options)[0, 2:])
+    assert marked.count("<") > 5
+    for begin in range(0, len(marked) - 9, 3):
+        stop = marked[begin : begin + 3 + begin % 7]
+        answer = served.answer(TextInputs(asked, max_new_tokens=20, stop_sequences=(stop,)))
+        said = "".join(answer)
+        found = plain.generate(tokens, stop_strings=[stop], **options)[0]
+        assert answer.new_tokens == len(found) - 2
+        assert tokenizer.decode(found, skip_special_tokens=True).startswith("4 6" + said)
+
+
 def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed, caplog):
     values = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "min_p": 0.1}
     model = changed("generation_config.json", **values)
@@ -71,6 +99,18 @@ def test_what_a_request_leaves_open_comes_from_the_models_own_defaults(changed, 
     assert model.request(TextInputs("1+1=")).sampling == Sampling(0.6, 0.9, 20, 1.1, 0)
     given = TextInputs("1+1=", temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, seed=9)
     assert model.request(given).sampling == Sampling(0.0, 1.0, 0, 1.0, 9)
+
+
+def test_what_a_model_sets_and_generate_would_follow_is_followed_or_named(changed, caplog):
+    unset = GenerationConfig._get_default_generation_params()
+    named = {"max_time": 5.0, "token_healing": True, "forced_bos_token_id": 0, "encoder_repetition_penalty": 1.2}
+    named |= {"encoder_no_repeat_ngram_size": 2, "watermarking_config": {"bias": 2.0}, "of_a_later_release": "on"}
+    model = changed("generation_config.json", **{**unset, "suppress_tokens": [], "min_p": 0.0})
+    assert "generation_config" not in caplog.text
+    model = changed("generation_config.json", **named, stop_strings="8")
+    assert f"sets {', '.join(sorted(named))}, which is ignored here" in caplog.text
+    assert text(model, TextInputs("23+45=")) == "6"
+    assert text(model, TextInputs("23+45=", stop_sequences=())) == "68"
 
 
 def test_a_model_that_samples_by_itself_is_sampled_as_generate_would(changed):
@@ -96,6 +136,15 @@ def test_a_system_prompt_is_refused_where_there_is_no_chat_template(changed):
     assert text(model, TextInputs("23+45=")) == "68"
     with pytest.raises(ValueError, match="no chat template"):
         text(model, TextInputs("23+45=", system_prompt="Add."))
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model):
+    """64 tokens of at most five characters, which are <bos>, <eos> and <pad>."""
+    longest = model.request(TextInputs("<bos>" * 63))
+    assert len(longest.prompt) == 64
+    for inputs in ({"prompt": "1" * 321}, {"system_prompt": "1" * 321}, {"stop_sequences": ["1"] * 321}):
+        with pytest.raises(ValueError, match=rf"{next(iter(inputs))} has 321 characters; it may have 320 .*BUCKETS"):
+            model.request(TextInputs(**{"prompt": "1+1=", **inputs}))
 
 
 def test_every_bucket_is_warmed_up_and_so_is_decoding(model):

@@ -140,6 +140,8 @@ def test_what_does_not_fit_is_refused_and_the_limit_named(server):
     refused = server.predict(prompt="1+1=", max_new_tokens=100)
     assert refused["status"] == "failed"
     assert "max_new_tokens is 100" in refused["error"]
+    for inputs in ({"prompt": "1" * 30_000_000}, {"prompt": "1+1=", "stop_sequences": ["1" * 30_000_000]}):
+        assert "30000000 characters; it may have 320 (64 tokens" in server.predict(**inputs)["error"]
 
 
 def test_a_stop_sequence_ends_the_answer(server):

@@ -23,6 +23,8 @@ class Predictor(BaseRunner):
             device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
             self.model = AutoModel.from_pretrained(**source, dtype=dtype).to(device).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(**source)
+            longest = max(map(len, self.tokenizer.get_vocab()))
+            self.most_characters = longest * self.model.config.text_config.max_position_embeddings
             self.processor = AutoImageProcessor.from_pretrained(**source)
             self.boot.compile(self.model)
             picture = Image.new("RGB", (64, 64))
@@ -34,6 +36,8 @@ class Predictor(BaseRunner):
         texts: list[str] = Input(description="Texts to embed, in lower case", default=[]),
     ) -> list[str]:
         """The vector of each picture, then of each text: float32 as base64."""
+        if (longest := max(map(len, texts), default=0)) > self.most_characters:
+            raise ValueError(f"a text has {longest} characters; it may have {self.most_characters}")
         pictures = [Image.open(path).convert("RGB") for path in images]
         with self.boot.prediction() as prediction:
             vectors = [vector for batch in batches(pictures) + batches(texts) for vector in self.embed(batch)]

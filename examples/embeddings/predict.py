@@ -29,13 +29,19 @@ class Predictor(BaseRunner):
             device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
             self.model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.most_characters = LENGTHS[-1] * max(map(len, self.tokenizer.get_vocab()))
             self.has_mean, self.has_norm = pooling(folder)
             self.boot.compile(self.model)
             self.boot.warm_up(lambda: [self.embed([[0] * (n - 1)] * size) for n in LENGTHS for size in BATCHES])
 
     def run(self, texts: list[str] = Input(description="Texts, with the prefix that the model wants")) -> list[str]:
         """The vector of each text: float32 as base64."""
-        tokens = self.tokenizer(texts, truncation=True, max_length=LENGTHS[-1] - 1)["input_ids"]
+        if (longest := max(map(len, texts), default=0)) > self.most_characters:
+            raise ValueError(f"a text has {longest} characters; it may have {self.most_characters} (LENGTHS)")
+        tokens = []
+        for start in range(0, len(texts), BATCHES[-1]):  # not all at once: each character takes 200 bytes
+            part = texts[start : start + BATCHES[-1]]
+            tokens += self.tokenizer(part, truncation=True, max_length=LENGTHS[-1] - 1)["input_ids"]
         order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))  # so that little is padded
         with self.boot.prediction() as prediction:
             batches = [order[start : start + BATCHES[-1]] for start in range(0, len(order), BATCHES[-1])]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,26 +28,9 @@ _DEFAULT_NEW_TOKENS = 512
 # The default of transformers' `generate`.
 _DEFAULT_TOP_K = 50
 _WARM_UP_TOKENS = 4
-# Settings of generation_config.json that `generate` follows but this module ignores, and their neutral values.
-_IGNORED = (
-    "min_p",
-    "top_h",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "min_length",
-    "min_new_tokens",
-    "num_beams",
-    "penalty_alpha",
-    "guidance_scale",
-    "exponential_decay_length_penalty",
-)
-_NEUTRAL = (None, 0, 0.0, 1, 1.0, [], ())
+# Settings of generation_config.json that are followed, and those that change no text here.
+_FOLLOWED = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "stop_strings", "eos_token_id")
+_WITHOUT_EFFECT = ("bos_token_id", "pad_token_id", "cache_implementation", "transformers_version", "_from_model_config")
 
 
 def import_model(model: str, revision: str | None) -> None:
@@ -75,7 +58,7 @@ class TextInputs:
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
-    stop_sequences: Sequence[str] = ()
+    stop_sequences: Sequence[str] | None = None
     seed: int = 0
 
 
@@ -90,11 +73,9 @@ class Answer:
     def __iter__(self) -> Iterator[str]:
         for token in self._tokens:
             self.new_tokens += 1
-            if token in self._ends:
-                break
             if piece := self._stream.add(token):
                 yield piece
-            if self._stream.has_stopped:
+            if self._stream.has_stopped or token in self._ends:
                 break
         if piece := self._stream.end():
             yield piece
@@ -159,7 +140,9 @@ class TextModel:
             ValueError: the model cannot take an input.
         """
         request = self.request(inputs)
-        stream = TextStream(self._tokenizer.backend_tokenizer, inputs.stop_sequences, request.prompt)
+        given = _given(inputs.stop_sequences, self._defaults.stop_strings, ())
+        stop = [given] if isinstance(given, str) else given
+        stream = TextStream(self._tokenizer.backend_tokenizer, stop, request.prompt, self._ends)
         return Answer(len(request.prompt), self.generator.tokens(request), stream, self._ends)
 
     def request(self, inputs: TextInputs) -> Request:
@@ -168,10 +151,32 @@ class TextModel:
         Raises:
             ValueError: the model cannot take an input.
         """
+        self._check_lengths(inputs)
         prompt = self._tokenize(inputs)
         room = self.generator.cache_tokens - len(prompt)
         new_tokens = _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)))
         return Request(prompt, new_tokens, _sampling(inputs, self._defaults))
+
+    def _check_lengths(self, inputs: TextInputs) -> None:
+        """Check that no text has more characters than the longest token, as often as a prompt may have tokens.
+
+        Tokenizing takes some 200 bytes for each character. The limit holds even where a tokenizer drops characters.
+
+        Raises:
+            ValueError: a text is longer. The message names it, and its limit.
+        """
+        stop, tokens = inputs.stop_sequences or (), self.generator.buckets[-1]
+        texts = {"prompt": [inputs.prompt], "system_prompt": [inputs.system_prompt], "stop_sequences": stop}
+        for name, parts in texts.items():
+            length = sum(map(len, parts))
+            if length > tokens and length > (most := tokens * self._longest_token):
+                raise ValueError(
+                    f"{name} has {length} characters; it may have {most} ({tokens} tokens, PROMPT_BUCKETS)"
+                )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def _tokenize(self, inputs: TextInputs) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
@@ -248,10 +253,10 @@ def _check_defaults(defaults: Any) -> None:
         ValueError: another setting is out of its range.
     """
     _sampling(TextInputs("", temperature=defaults.temperature), defaults)
-    if ignored := [name for name in _IGNORED if getattr(defaults, name, None) not in _NEUTRAL]:
-        log.warning(
-            "generation_config.json sets %s, which is ignored here: answers differ from `generate`", ", ".join(ignored)
-        )
+    unset = defaults._get_default_generation_params()
+    given = {name for name, value in defaults.to_diff_dict().items() if value not in (unset.get(name, False), [], {})}
+    if ignored := sorted(given - {*_FOLLOWED, *_WITHOUT_EFFECT}):
+        log.warning("generation_config.json sets %s, which is ignored here: answers may differ", ", ".join(ignored))
 
 
 def _sampling(inputs: TextInputs, defaults: Any) -> Sampling:
