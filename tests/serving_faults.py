@@ -7,18 +7,24 @@ compared with the answer of a twin that is never compiled. Both have the same we
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import itertools
 import json
 import logging
+import operator
 import os
 import sys
 import threading
 import time
+import weakref
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
+import numpy
 import torch
 from background_blocks import SIZE, Norm, Wide, inputs  # noqa: F401  a scene names it
 from background_scenes import MODEL, PATIENCE_S, report
@@ -86,6 +92,56 @@ class Noisy(Wide):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.randn_like(x)
+
+
+class Frozen(Wide):
+    """Counts its calls in a parameter, by an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return super().forward(x)
+
+    def count(self) -> None:
+        self.calls.add_(1)
+
+
+class FrozenData(Frozen):
+    """The same below torch's count of versions."""
+
+    def count(self) -> None:
+        self.calls.data.add_(1)
+
+
+class FrozenReplaced(Frozen):
+    """The same in memory of its own each time."""
+
+    def count(self) -> None:
+        self.calls.data = self.calls.data + 1
+
+
+class Methodical(Wide):
+    """Calls a method that it has as an attribute, as vLLM's CustomOp does, and has objects that only identity tells
+    apart, or that pickle makes in a way of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen, self.unset, self.owners = self.scaled, object(), {object(), object()}
+        self.tensors, self.name, self.places = (
+            {torch.ones(1), torch.zeros(2)},
+            operator.attrgetter("a"),
+            itertools.count(),
+        )
+        self.random, self.part = numpy.random.default_rng(0), functools.partial(self.scaled, by=2)
+
+    def scaled(self, x: torch.Tensor, by: int = 1) -> torch.Tensor:
+        return super().forward(x) * by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.chosen(x)
 
 
 class Valued(Wide):
@@ -192,7 +248,7 @@ class Pair:
             x = inputs(rows) * self.calls
             answer = module(x)
         kept = {name: value for name, value in vars(module).items() if isinstance(value, int | list)}
-        state = {name: value.clone() for name, value in module.named_buffers()}
+        state = {name: value.clone() for name, value in chain(module.named_buffers(), module.named_parameters())}
         return {"answer": answer, "input": x, "attributes": kept, "state": state, "next draw": torch.rand(3)}
 
     @property
@@ -246,6 +302,48 @@ def released(folder: str, names: str, *sources: str) -> dict[str, Any]:
     sys.path.insert(0, folder)
     globals().update((name, getattr(importlib.import_module(name.lower()), name)) for name in names.split(","))
     return right(*names.split(","), sources=sources)
+
+
+class Key:
+    """What a number belongs to that no guard sees."""
+
+
+ONE, OTHER = Key(), Key()
+SCALES = weakref.WeakKeyDictionary({ONE: 1.0, OTHER: 7.0})
+
+
+class Apart(Wide):
+    """An instance may have another number, and two plain tensors that share memory."""
+
+    def __init__(self, is_other: bool) -> None:
+        super().__init__()
+        self.key, self.last = OTHER if is_other else ONE, torch.zeros(4, SIZE)
+        self.seen = [self.last[:] if is_other else torch.zeros(4, SIZE)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last.copy_(super().forward(x))
+        return (self.last + self.seen[0]) * SCALES[self.key]
+
+
+def partly(used: str) -> dict[str, Any]:
+    """The first `used` of five instances, of which the last is apart, in a warm-up and two predictions."""
+    both, x = [], inputs()
+    for _ in range(2):
+        torch.manual_seed(0)
+        both.append(nn.ModuleList(Apart(number == 4) for number in range(5)).eval())
+    blocks, twins = both
+    with compile_cache.boot(MODEL) as boot:
+        boot.compile(blocks)
+        with torch.inference_mode():
+            boot.warm_up(lambda: [block(x) for block in blocks[:4]])
+    wrong = []
+    with torch.inference_mode():
+        for _ in range(2):
+            with boot.prediction() as prediction:
+                answers = [block(x) for block in blocks[: int(used)]]
+            expected = [twin(x) for twin in twins[: int(used)]]
+            wrong += [number for number, pair in enumerate(zip(answers, expected, strict=True)) if not alike(*pair)]
+    return {"wrong": wrong, "served": prediction.served(), "published": boot.wait_published(PATIENCE_S)}
 
 
 @contextlib.contextmanager

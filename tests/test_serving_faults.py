@@ -17,9 +17,11 @@ from boots import run_boot, settings
 play = functools.partial(play_scene, program="serving_faults")
 
 
-WITH_STATE = ("Streaming", "Counter", "Tally", "Noisy")
-# No code fits twice where a number in an attribute changes, and compiled code draws other numbers than eager.
-NEVER_COMPILED = ("Tally", "Noisy")
+FROZEN = ("Frozen", "FrozenData", "FrozenReplaced")
+WITH_STATE = ("Streaming", "Counter", "Tally", "Noisy", "Methodical", *FROZEN)
+# No code fits twice where a number in an attribute changes; compiled code draws other numbers than eager; and a copy of
+# a call shares parameters.
+NEVER_COMPILED = ("Tally", "Noisy", *FROZEN)
 BEYOND = ("Valued", "Writing", "Keeping", "Recognising")
 OUT_OF_FILES = ("Broken", "Autocast")
 
@@ -59,6 +61,21 @@ def test_a_comparison_advances_neither_a_state_nor_a_generator(booted, name):
     pair = booted["pairs"][name]
     assert pair["wrong"] == []
     assert name in NEVER_COMPILED or "precompiled" in pair["steps"]
+
+
+@pytest.mark.parametrize("name", FROZEN[:2])  # torch itself refuses the third in the second process
+def test_a_call_that_writes_into_a_parameter_is_eager_and_says_so(booted, name):
+    (region,) = (region for region in booted["report"]["regions"] if region["name"] == name)
+    assert region["step"] == "eager"
+    assert "its parameter calls" in region["reason"]
+
+
+def test_code_serves_no_instance_on_which_no_boot_has_compared_it(tmp_path):
+    """In the first boot, the last of five instances is not called. It differs in what guards do not see."""
+    assert play(tmp_path / "first", "partly", "4", cold_start="block")["published"]
+    told = play(tmp_path / "second", "partly", "5", after=tmp_path / "first")
+    assert told["wrong"] == []
+    assert told["served"] == {"Apart": {"precompiled": 4, "eager": 1}}
 
 
 @pytest.mark.parametrize("name", BEYOND)
