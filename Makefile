@@ -13,6 +13,8 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 QUANTIZE := $(VENV)/quantize
 # The folder where examples find peft.
 LORA := $(VENV)/lora
+# The folder where tests find the transformers of requirements.txt, beside the newest.
+PINNED := $(VENV)/pinned
 
 # An hour. `make test` has a small part of it.
 SOAKS := "soak_publish.py --rounds 200" \
@@ -87,6 +89,7 @@ $(READY): pyproject.toml
 	@# Not among the others: boots import torchao and peft where they find them.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZE) "torchao>=0.18"
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(LORA) "peft>=0.21"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PINNED) "$$(grep ^transformers== requirements.txt)" "huggingface-hub<2"
 	@touch $@
 
 clean:

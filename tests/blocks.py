@@ -132,6 +132,28 @@ class Global(Weighted):
         return torch.addmm(x, x, self.weight, alpha=factor)
 
 
+class Registry(dict[str, float]):
+    """Code reads one key of it by a method of its own, or all of them."""
+
+    def get(self, key: object) -> float:
+        return super().get(str(key)) or 0.0
+
+
+REGISTRY = Registry(gain=2.0)
+
+
+class Registered(Weighted):
+    """One value of a global dictionary is a factor of the result, and with `sums` all of them are."""
+
+    def __init__(self, sums: bool = False) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = sum(REGISTRY.values()) if self.sums else REGISTRY.get("gain")
+        return torch.addmm(x, x, self.weight, alpha=factor)
+
+
 def make_tunable() -> tuple[Callable[..., float], Callable[[float], None]]:
     """A function with a default, a keyword's default and a closure variable, and what sets that variable."""
     gain = 1.5

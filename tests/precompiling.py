@@ -70,9 +70,9 @@ def warmed(directory: CacheDirectory, *modules: nn.Module, settings: Settings | 
     return compiler
 
 
-def built(directory: CacheDirectory, kind: Callable[..., nn.Module], **options: Any) -> tuple[Any, Regions]:
+def built(directory: CacheDirectory, kind: Callable[..., nn.Module], *args: Any, **options: Any) -> tuple[Any, Regions]:
     """A module of this class, and the compiler of its boot after such a warm-up."""
-    module = build(kind)
+    module = build(kind, *args)
     return module, warmed(directory, module, **options)
 
 

@@ -346,6 +346,35 @@ def partly(used: str) -> dict[str, Any]:
     return {"wrong": wrong, "served": prediction.served(), "published": boot.wait_published(PATIENCE_S)}
 
 
+def encoders(folder: str) -> dict[str, Any]:
+    """Whole encoders of the transformers in this folder, or of the installed one. Their classes note what a model can
+    record in a dictionary that code reads; the second process calls no `__init__`."""
+    sys.path[:0] = [folder] if folder else []
+    import transformers
+    from transformers import BertConfig, BertModel, T5Config, T5EncoderModel
+
+    with compile_cache.boot(MODEL) as boot:
+        bert = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        models = [
+            BertModel(bert),
+            T5EncoderModel(T5Config(vocab_size=9, d_model=8, d_ff=8, d_kv=8, num_layers=1, num_heads=1)),
+        ]
+        for model in models:
+            boot.compile(model.eval(), whole=True)
+
+        def run() -> None:
+            with torch.inference_mode(), boot.prediction():
+                for model in models:
+                    model(input_ids=torch.arange(8)[None])
+
+        boot.warm_up(run)
+    for _ in range(3):
+        assert boot.wait_compiled(PATIENCE_S)
+        run()
+    steps = {region.name: region.step for region in boot.report.regions}
+    return {"version": transformers.__version__, "steps": steps, "published": boot.wait_published(PATIENCE_S)}
+
+
 @contextlib.contextmanager
 def comparing_beside(boot: Boot) -> Iterator[None]:
     """Another thread is in a prediction meanwhile, and sets the generators of random numbers back."""

@@ -18,9 +18,23 @@ import precompiling
 import pytest
 import torch
 import zstandard
-from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Tunable
+from blocks import Adapted, Batched, Beside, Block, Environ, Global, Inner, Layers, Pair, Registered, Tunable
 from boots import run_boot, settings
-from precompiling import activated, boot, build, copied, eager, find, loaded, only_report, tensor, told, warm_up, warmed
+from precompiling import (
+    activated,
+    boot,
+    build,
+    built,
+    copied,
+    eager,
+    find,
+    loaded,
+    only_report,
+    tensor,
+    told,
+    warm_up,
+    warmed,
+)
 from torch import nn
 from torch._inductor.runtime import triton_compat
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -734,6 +748,21 @@ class IntoOut(nn.Module):
 def test_what_is_written_by_out_is_known():
     x, y = OVERLAPPING["in part"](torch.randn(24, 16))
     assert writes_where_tensors_overlap((IntoOut(), (x, y), {}))
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_of_a_global_dictionary_what_the_code_reads_is_compared(restart, monkeypatch, sums):
+    """Other code may add to a registry, before or behind what this code reads."""
+    _, warmed_up = built(restart, Registered, sums)
+    assert only_report(warmed_up).made == 1
+    for registry, is_as_read in (
+        ({"gain": 2.0}, True),
+        ({"other": 1.0, "gain": 2.0}, not sums),
+        ({"gain": 3.0}, False),
+    ):
+        monkeypatch.setattr(blocks, "REGISTRY", blocks.Registry(registry))
+        found = find(loaded(restart), build(Registered, sums), tensor())
+        assert isinstance(found, Precompiled) is is_as_read, found
 
 
 def test_a_function_whose_global_is_gone_fits_no_call(made, monkeypatch):

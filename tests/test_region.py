@@ -29,8 +29,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.host import resolve_cold_start
+from compile_cache.serving import policy as policy_module
+from compile_cache.serving import region as region_module
+from compile_cache.serving import states as states_module
 from compile_cache.serving.comparison import compare
 from compile_cache.serving.regions import Regions
+from compile_cache.serving.states import State
 from compile_cache.settings import Settings
 from compile_cache.storage.publishable import Publishable
 
@@ -226,6 +230,75 @@ def test_a_call_that_waits_for_a_region_in_another_thread_is_answered(shared):
     outer, inner = build(Forking), build(Product)
     boot(shared, outer, inner, settings=CACHED)
     close(predict(outer, tensor(), inner), eager(build(Product), eager(build(Product), tensor())))
+
+
+class Asking(Product):
+    """A guard asks for its property, which calls `Asking.wait` meanwhile."""
+
+    class Lazy:
+        @property
+        def scale(self) -> float:
+            return Asking.wait()
+
+    wait = staticmethod(lambda: 2.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = self.Lazy()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if hasattr(self.lazy, "scale") else 1)
+
+
+def test_a_guard_that_waits_for_a_call_in_another_thread_is_answered(directory, monkeypatch):
+    """The other call is of another region, and of a new size."""
+    first, second, other = build(Asking), build(Asking), build(Product)
+    compiler = boot(directory, first, second, other)
+    warm_up(compiler, lambda: [first(tensor()), other(tensor())])
+
+    def wait() -> float:
+        monkeypatch.undo()
+        with ThreadPoolExecutor() as threads:
+            return float(threads.submit(predict, other, tensor(8, 16)).result().shape[0] > 0)
+
+    monkeypatch.setattr(Asking, "wait", staticmethod(wait))
+    close(predict(second, tensor()), eager(build(Asking), tensor()))
+
+
+def test_a_call_that_is_cancelled_at_any_instruction_leaves_no_turn_taken_and_no_case_claimed(directory):
+    """After one whole call, each line of serving that a comparing call runs is the last one, once."""
+    calls, files = 0, (region_module.__file__, policy_module.__file__, states_module.__file__)
+    compiler = boot(directory, settings=Settings(cold_start="background", unseen="background"))
+
+    def cancel_at(number: int) -> Any:
+        seen = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal seen
+            seen += event == "line" and frame.f_code.co_filename in files
+            if seen == number and event == "line":
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    for calls in range(1, 200):
+        module = build(Product)
+        compiler.compile(module)
+        sys.settrace(cancel_at(calls))
+        try:
+            predict(module, tensor(calls % 50 + 1, 16))
+            is_whole = True
+        except KeyboardInterrupt:
+            is_whole = False
+        finally:
+            sys.settrace(None)
+        assert compiler.policy.maker is None
+        (region,) = compiler.by_class.values()
+        assert {case.state for case in region.source.kinds} <= {State.NEW, State.ORDERED, State.EAGER}
+        if is_whole:
+            break
+    assert calls > 20
 
 
 def test_inputs_that_cannot_be_copied_are_used_once(shared):

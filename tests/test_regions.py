@@ -12,6 +12,8 @@ from toy_model import NormBlock, ToyModel, WideBlock, run
 
 from compile_cache.errors import NotAModuleError
 from compile_cache.inductor.counters import read_counts
+from compile_cache.lifecycle.boot_report import BootReport
+from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.regions import find_regions
 from compile_cache.settings import Settings
 
@@ -121,6 +123,34 @@ def test_regions_inside_of_another_torch_compile_are_unused_and_say_so(directory
     compiler.name_unused(read_counts().since(before).graphs)
     assert only_report(compiler).step == "unused"
     assert "another torch.compile compiled code. Take that away" in only_report(compiler).reason
+
+
+def named(factor: int) -> nn.Module:
+    """A module of a class that has the name of others, and their module."""
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+    return Net()
+
+
+def test_classes_of_one_name_are_counted_apart_and_own_their_files_apart(directory):
+    nets = [named(2), named(3)]
+    compiler = boot(directory, *nets)
+    with Prediction(BootReport(), compiler) as prediction:
+        warm_up(compiler, lambda: [net(torch.ones(2, 2)) for net in nets])
+    assert {name: sum(steps.values()) for name, steps in prediction.served().items()} == {
+        "Net": 1,
+        "test_regions.named.<locals>.Net 2": 1,
+    }
+    first, second = compiler.by_class.values()
+    ready = directory.publishable.ready(is_ending=True)
+    first.source.drop(next(iter(first.source.kinds)), "it failed")
+    left = directory.publishable.ready(is_ending=True)
+    assert first.source.owner not in left.values()
+    assert {path for path, owner in ready.items() if owner == second.source.owner} <= left.keys()
+    assert second.source.owner in left.values()
 
 
 def test_torch_script_is_refused(directory):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +70,18 @@ def test_a_call_that_writes_into_a_parameter_is_eager_and_says_so(booted, name):
     (region,) = (region for region in booted["report"]["regions"] if region["name"] == name)
     assert region["step"] == "eager"
     assert "its parameter calls" in region["reason"]
+
+
+@pytest.mark.parametrize("folder", ["", "pinned"], ids=["newest", "pinned"])
+def test_whole_encoders_are_precompiled_with_the_newest_transformers_and_the_pinned(tmp_path, folder):
+    """A later boot has imported other models first."""
+    path = str(Path(sys.prefix, folder)) if folder else ""
+    for boot, after in (("first", None), ("second", "first")):
+        told = play(tmp_path / boot, "encoders", path, after=after and tmp_path / after, forked=False)
+        assert told["steps"] == {"BertModel": "precompiled", "T5EncoderModel": "precompiled"}
+        assert told.processes == (after is None)
+    pinned = re.search(r"^transformers==(.*)$", Path("requirements.txt").read_text(), re.MULTILINE)
+    assert bool(folder) is (pinned is not None and told["version"] == pinned[1])
 
 
 def test_code_serves_no_instance_on_which_no_boot_has_compared_it(tmp_path):

@@ -266,6 +266,31 @@ def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_g
     assert steps[-1] == "precompiled", steps
 
 
+@pytest.mark.parametrize("way", ["data", "load_state_dict", "buffer"])
+def test_code_for_aligned_weights_serves_none_that_lie_elsewhere_from_the_next_prediction_on(directory, way):
+    """On a GPU, it would read 16 bytes at a time."""
+    block = build(Block)
+    block.register_buffer("kept", torch.ones(SIZE))
+    compiler = warmed(directory, block, settings=PRECOMPILED, times=2)
+    kept = {name: value.clone() for name, value in block.state_dict().items()}
+    moved = {
+        name: torch.cat([value.flatten()[:1], value.flatten()])[1:].view(value.shape) for name, value in kept.items()
+    }
+    steps = []
+    for state in (kept, moved, kept):
+        if way == "load_state_dict":
+            block.load_state_dict(state, assign=True)
+        elif way == "data":
+            for name, weight in block.named_parameters():
+                weight.data = state[name]
+        else:
+            block.kept = state["kept"]
+        with prediction(compiler.policy.moment):
+            assert_right(block, build(Block))
+            steps.append(step_of(compiler, block))
+    assert steps == ["precompiled", "eager", "precompiled"]
+
+
 def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(directory):
     block, compiler = built(directory, Block, settings=PRECOMPILED, times=2)
     remove = AT_ONCE["hook"](block)

@@ -76,10 +76,16 @@ def _global_dictionaries(module: nn.Module) -> dict[str, bytes]:
             methods += [method.__wrapped__] if hasattr(method, "__wrapped__") else []
             home = method.__globals__
             for name in {*method.__code__.co_names} & home.keys():
-                if isinstance(home[name], dict) and not reachable_tensors([home[name]]):
+                is_plain = isinstance(home[name], dict) and not isinstance(home[name], OrderedDict)
+                if is_plain and not reachable_tensors([home[name]]):
                     with contextlib.suppress(Exception):  # it holds what no other process can have
-                        found[f"{home.get('__name__')}:{name}"] = pickle.dumps(home[name], pickle.HIGHEST_PROTOCOL)
+                        found[f"{home.get('__name__')}:{name}"] = _items(home[name])
     return found
+
+
+def _items(dictionary: dict[Any, Any]) -> bytes:
+    """The items in bytes; a class of its own may set them in its own way."""
+    return pickle.dumps(dict(dictionary), pickle.HIGHEST_PROTOCOL)
 
 
 def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
@@ -125,10 +131,10 @@ def receive(content: bytes) -> Call:
     for reference, packed in dictionaries.items():
         with contextlib.suppress(Exception):  # it holds what cannot be imported here
             dictionary = find(reference)
-            if pickle.dumps(dictionary, pickle.HIGHEST_PROTOCOL) != packed:
-                values = pickle.loads(packed)
-                dictionary.clear()
-                dictionary.update(values)
+            if _items(dictionary) != packed:
+                items = pickle.loads(packed)
+                dict.clear(dictionary)
+                dict.update(dictionary, items)
     return call
 
 
