@@ -51,8 +51,8 @@ class Compiled:
         return set(self.unread) & set(paths)
 
     def hand_over_others(self) -> None:
-        self.has_others = False
         self.publishable.hand_over(self.publishable.appeared())
+        self.has_others = False
 
 
 @dataclass(frozen=True)
