@@ -12,50 +12,18 @@ from boots import python_path, settings, stored
 from commands import run_command
 
 # Names as torch, its servers, clouds and databases have them. torch reads some of the first as options.
-NAMES = [
-    "TORCHINDUCTOR_REDIS_URL",
-    "TORCHINDUCTOR_PROFILE_OUTPUT",
-    "TORCHINDUCTOR_WORKER_LOGPATH",
-    "TORCHINDUCTOR_AUTOHEURISTIC_LOG_PATH",
-    "TORCHINDUCTOR_CK_DIR",
-    "TORCHINDUCTOR_CUTLASS_DIR",
-    "TORCHINDUCTOR_UPLOAD_TOKEN",
-    "INDUCTOR_DOT_GRAPH_SHAPE_SVG",
-    "AOT_INDUCTOR_FILTERED_KERNELS_TO_PRINT",
-    "TORCH_COMPILE_JOB_ID",
-    "TORCH_COMPILE_CACHE_KEY_TAG",
-    "TORCH_COMPILE_STICKY_PGO_READ",
-    "TRITON_SERVER_TOKEN",
-    "TRITON_CLOUD_KEY",
-    "TRITON_INFERENCE_PASSWORD",
-    "TORCHSERVE_KEY",
-    "TORCHELASTIC_RUN_ID",
-    "PYTORCH_HUB_TOKEN",
-    "MY_PYTORCH_API_KEY",
-    "TORCHDYNAMO_UPLOAD_KEY",
-    "DYNAMODB_SECRET_KEY",
-    "DYNAMODB_SESSION_TOKEN",
-    "AWS_DYNAMODB_ENDPOINT",
-    "DYNAMO_DB_PASSWORD",
-    "NVIDIA_DYNAMO_TOKEN",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "GOOGLE_API_KEY",
-    "AZURE_STORAGE_KEY",
-    "DATABASE_URL",
-    "REDIS_URL",
-    "MONGODB_URI",
-    "POSTGRES_PASSWORD",
-    "MYSQL_PWD",
-    "HF_TOKEN",
-    "OPENAI_API_KEY",
-    "WANDB_API_KEY",
-    "SENTRY_DSN",
-    "SECRET_KEY",
-    "JWT_SIGNING_KEY",
-]
+NAMES = """
+TORCHINDUCTOR_REDIS_URL TORCHINDUCTOR_PROFILE_OUTPUT TORCHINDUCTOR_WORKER_LOGPATH TORCHINDUCTOR_CK_DIR
+TORCHINDUCTOR_AUTOHEURISTIC_LOG_PATH TORCHINDUCTOR_CUTLASS_DIR TORCHINDUCTOR_UPLOAD_TOKEN TORCH_COMPILE_JOB_ID
+AOT_INDUCTOR_FILTERED_KERNELS_TO_PRINT INDUCTOR_DOT_GRAPH_SHAPE_SVG TORCH_COMPILE_CACHE_KEY_TAG TRITON_CLOUD_KEY
+TORCH_COMPILE_STICKY_PGO_READ TRITON_SERVER_TOKEN TRITON_INFERENCE_PASSWORD TORCHSERVE_KEY TORCHELASTIC_RUN_ID
+PYTORCH_HUB_TOKEN MY_PYTORCH_API_KEY TORCHDYNAMO_UPLOAD_KEY DYNAMODB_SECRET_KEY DYNAMODB_SESSION_TOKEN
+AWS_DYNAMODB_ENDPOINT DYNAMO_DB_PASSWORD NVIDIA_DYNAMO_TOKEN AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN GOOGLE_API_KEY
+AZURE_STORAGE_KEY DATABASE_URL REDIS_URL MONGODB_URI POSTGRES_PASSWORD MYSQL_PWD HF_TOKEN OPENAI_API_KEY
+WANDB_API_KEY SENTRY_DSN SECRET_KEY JWT_SIGNING_KEY
+"""
 # Line ends and quotes break texts that repeat a value.
-VALUES = {name: f"zq{number:02}-it's\n\"é{name[::-1]}" for number, name in enumerate(NAMES)}
+VALUES = {name: f"zq{number:02}-it's\n\"é{name[::-1]}" for number, name in enumerate(NAMES.split())}
 # A forward that reads one, and the user's own torch.compile, before and after READY.
 MODEL = """
 import os, torch
@@ -97,17 +65,16 @@ def unpacked(content: bytes) -> bytes:
 
 def found_in(content: bytes) -> set[str]:
     """The variables of which any telling part is in these bytes."""
-    return {name for name in NAMES if any(part in content for part in (name[::-1].encode(), VALUES[name][:5].encode()))}
+    return {name for name in VALUES if name[::-1].encode() in content or VALUES[name][:5].encode() in content}
 
 
 @pytest.mark.parametrize("cold_start", ["block", "background"])
 def test_no_value_leaves_a_boot(tmp_path, monkeypatch, cold_start):
     (tmp_path / "secret_model.py").write_text(MODEL)
     environ = settings(tmp_path, cold_start=cold_start) | VALUES | {"PYTHONPATH": python_path(tmp_path)}
-    del environ["COMPILE_CACHE_SETUP_BUDGET_S"]
     command = [sys.executable, "-c", BOOT, str(tmp_path / "secret_model.py")]
     told = []
-    for _ in range(3):
+    for _ in range(2):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         told.append(done.stdout.strip())
@@ -125,12 +92,10 @@ def test_no_value_leaves_a_boot(tmp_path, monkeypatch, cold_start):
         monkeypatch.setenv(name, value)
     source = str(tmp_path / "secret_model.py")
     pack = next(name for name in objects if name.endswith(".pack")).rpartition("/")[2]
-    for arguments in (
-        ("ls", "--json"),
-        ("ls",),
-        ("show", pack, "--files"),
-        ("explain", "org/reader", "--source", source),
-    ):
+    explain = ("explain", "org/reader", "--source", source)
+    for arguments in (("ls", "--json"), ("ls",), ("show", pack, "--files"), explain):
         printed = run_command(*arguments)
         assert printed.code == 0, printed
         assert not found_in(f"{printed.out}{printed.err}".encode()), arguments
+    monkeypatch.setenv("TRITON_CLOUD_KEY", "another")
+    assert "+TRITON_CLOUD_KEY (digest " in run_command(*explain).out, "the variable that differs is named"

@@ -205,8 +205,8 @@ class Boot:
     def kept_file(self, name: str) -> Path | None:
         """Where the caller keeps a file of its own with this version's code: it is there if an earlier boot has written
         it. Whatever it has in it from READY on is stored, within seconds, and at the exit. None if it is not there and
-        would not be stored, or until `importing` or `compile` has taken what the restore brought. Two boots at once:
-        the file that was stored last counts.
+        would not be stored, or until `importing` or `compile` has taken what the restore brought. Of two boots at once,
+        the file that was written last counts.
 
         Raises:
             SettingsError: no pack can have a file of this name. The message says why.

@@ -23,7 +23,7 @@ from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import STILL_S, CacheDirectory, is_claimed
+from compile_cache.storage.directory import CacheDirectory, is_claimed
 
 _PASSED_ON = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 _CAUGHT = {*_PASSED_ON, signal.SIGCHLD}
@@ -32,6 +32,7 @@ _SI_KERNEL = 0x80
 _PYTHON = re.compile(r"python[\d.]*t?")
 # The first line of a script. pip writes the second form if the interpreter's path is long, or has spaces.
 _SHEBANG = re.compile(rf"""#!\s*(?:\S*/env (?:-S )?|/bin/sh\n'''exec' ["']?)?([^\n]*?{_PYTHON.pattern})["'\s]""")
+_STILL_S = 5.0
 
 
 def run_program(name: str, command: list[str], also: Path | None = None) -> int:
@@ -60,7 +61,7 @@ def run_program(name: str, command: list[str], also: Path | None = None) -> int:
             program.end(126)
         return 126
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-        came = signal.sigtimedwait(_CAUGHT, STILL_S)
+        came = signal.sigtimedwait(_CAUGHT, _STILL_S)
         if came is None and program is not None:
             program.look()
         elif came is not None and came.si_signo != signal.SIGCHLD and came.si_code != _SI_KERNEL:
@@ -103,7 +104,7 @@ class Program:
     def look(self, code: int | None = None) -> None:
         """Let new files be published if none changed for 5 s, or after the end. Younger ones may be half-written (g++
         writes libraries in place), but not after the exit code 0."""
-        finished_ns = time.time_ns() - (0 if code == 0 else int(STILL_S * 1e9))
+        finished_ns = time.time_ns() - (0 if code == 0 else int(_STILL_S * 1e9))
         if code is not None or all(changed_ns <= finished_ns for changed_ns in self._directory.scan().values()):
             publishable = self._directory.publishable
             publishable.hand_over(publishable.appeared(finished_ns))

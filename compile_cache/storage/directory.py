@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 
@@ -26,10 +25,8 @@ _MOST_DIRECTORIES = 64
 # Lock files, unfinished files, and precompiled headers, which are useless without a compile; and torch's notes on
 # sizes, whose names have the value of a variable, TORCH_COMPILE_JOB_ID.
 _LEFT_OUT = re.compile(r"(^|/)(locks/|tmp\.[^/]*/|(\.|code_state_)[^/]*$)|\.tmp\.[^/]*$|\.(lock|tmp|gch|pid)$")
-# A compiler writes these in place.
+# A compiler writes these in place. Meanwhile torch holds a lock in the folder `locks`.
 _BUILT_SUFFIXES = (".so", ".o")
-# A file that nobody has changed for so long is finished.
-STILL_S = 5.0
 # The folder of files that the caller keeps.
 _KEPT = "kept/"
 
@@ -94,15 +91,10 @@ class CacheDirectory:
         return {path: modified_ns for path, modified_ns in files if modified_ns <= finished_ns and not is_kept(path)}
 
     def finished(self, paths: Iterable[str]) -> set[str]:
-        """Those files that nobody writes any more. A library is finished once this process has loaded it, or if nobody
-        has changed it for 5 s. torch moves other files into their places."""
-        still = self.scan(time.time_ns() - STILL_S * 1e9).keys()
-        loaded = set(Path("/proc/self/maps").read_text().split())
-        return {
-            path
-            for path in paths
-            if not path.endswith(_BUILT_SUFFIXES) or path in still or str(self._place / path) in loaded
-        }
+        """Those of the files which were there that nobody writes now: no libraries while a compiler is at work. torch
+        moves all others into their places."""
+        unfinished = _BUILT_SUFFIXES if any(map(_is_locked, (self.path / "locks").glob("*.lock"))) else ()
+        return {path for path in paths if not path.endswith(unfinished)}
 
     def keep(self, name: str) -> Path:
         """The place of a file that the caller keeps.
@@ -186,10 +178,13 @@ def _lock(path: Path) -> int | None:
 def is_claimed(path: Path) -> bool:
     """Whether a process owns the cache directory at `path`, or did and its program still does."""
     lock = path.with_name(f"{path.name}.lock")
-    if not lock.exists() or (lock_fd := _lock(lock)) is None:
-        return lock.exists()
-    os.close(lock_fd)
-    return False
+    return lock.exists() and _is_locked(lock)
+
+
+def _is_locked(path: Path) -> bool:
+    if (lock_fd := _lock(path)) is not None:
+        os.close(lock_fd)
+    return lock_fd is None
 
 
 def make_empty(folder: Path) -> None:

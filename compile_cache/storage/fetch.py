@@ -208,8 +208,8 @@ def _lacks_binary(path: str, paths: Container[str]) -> bool:
 def choose(manifests: Sequence[Manifest]) -> list[dict[str, PackFile]]:
     """The files that are taken from each pack, by path. The packs are in the order of their listing.
 
-    For each logical key, the first pack that has it wins; of a kept file, the last. Paths that clash with a chosen one
-    (file against folder, case) are skipped.
+    For each logical key, the first pack that has it wins; for a kept file, the pack that was made last: a store tells
+    times in whole seconds. Paths that clash with a chosen one (file against folder, case) are skipped.
     """
     chosen: list[dict[str, PackFile]] = [{} for _ in manifests]
     owners: dict[str, int] = {}
@@ -217,7 +217,8 @@ def choose(manifests: Sequence[Manifest]) -> list[dict[str, PackFile]]:
     folders: set[str] = set()
     # Keep each folded path in memory once, because there may be many long paths.
     paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
-    newest = {file.path: n for n, manifest in enumerate(manifests) for file in manifest.files if is_kept(file.path)}
+    by_age = sorted(range(len(manifests)), key=lambda number: manifests[number].created_s)
+    newest = {file.path: number for number in by_age for file in manifests[number].files if is_kept(file.path)}
     for number, manifest in enumerate(manifests):
         for file in manifest.files:
             path = paths[file.path.casefold()]
