@@ -1,8 +1,9 @@
-"""Writes files that appear whole or not at all."""
+"""Writes files that appear whole or not at all, and blanks what no other machine may read."""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,11 @@ from typing import IO
 
 # A killed process leaves its temporary file behind, under a hidden name.
 TEMPORARY = ".tmp-"
+# What torch pickles beside a graph, for people: the head of a program that repeats its compile, with each variable
+# whose name has TORCH, DYNAMO, INDUCTOR or TRITON in it (`generate_env_vars_string`); and lines with Inductor's options
+# (`debug_lines`), some of which come from variables. pickle writes a line's length before it, in one byte or in four.
+_PROGRAM_HEAD = re.compile(rb"\nimport os\nos\.environ.*?\nisolate_fails_code_str", re.DOTALL)
+_OPTION = re.compile(rb"\[(?:(?<=\x8c(.)\[)|(?<=X(....)\[))[a-z2-7]{50,}\] \w", re.DOTALL)
 
 
 @contextmanager
@@ -30,3 +36,27 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(file.name)
+
+
+def blank_values(content: bytes) -> bytes:
+    """Pickled graphs with spaces in place of torch's texts for people, which no lookup and no code reads: they have the
+    values of variables, and one may be a secret. No length changes."""
+    content = _PROGRAM_HEAD.sub(lambda found: b" " * len(found[0]), content)
+    blanked = bytearray(content)
+    for found in _OPTION.finditer(content):
+        length = int.from_bytes(found[1] or found[2], "little")
+        blanked[found.start() : found.start() + length] = b" " * length
+    return bytes(blanked)
+
+
+def blank_file(path: Path) -> None:
+    """Blank a file's values. A missing file is no error.
+
+    Raises:
+        OSError: the file cannot be read, or its folder cannot be written.
+    """
+    with suppress(FileNotFoundError):
+        content = path.read_bytes()
+        if (blanked := blank_values(content)) != content:
+            with replacing(path) as file:
+                file.write(blanked)

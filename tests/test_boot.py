@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 
 import pytest
 from boots import ONE_CLASS, TESTS, after, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
 from namespaces import mounted
+
+import compile_cache
 
 
 def test_cold_boot_compiles_and_publishes_everything(cold):
@@ -50,6 +53,18 @@ def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publ
     again = boot_once(environ, "--code", str(tmp_path / "code"))
     assert_fully_warm(again)
     assert all(region["reason"] == "" for region in again.report["regions"])
+
+
+def test_a_boot_that_is_entered_again_has_one_publisher(tmp_path):
+    environ, names = settings(tmp_path), []
+    with compile_cache.boot("org/model", environ=environ) as boot:
+        pass
+    for _ in "ab":
+        with boot:
+            names = [thread.name for thread in threading.enumerate()]
+    assert names.count("compile-cache-publish") == 1
+    assert boot.wait_published(60)
+    boot.end_publishing()
 
 
 def test_scope_off_is_eager_and_touches_no_store(cold, tmp_path):

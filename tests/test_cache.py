@@ -19,6 +19,7 @@ from compile_cache.storage.fetch import candidates, install
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
 
@@ -508,6 +509,31 @@ def test_a_merge_in_whose_middle_a_pack_goes_takes_its_own_pack_back(local, mach
     booted = after_restore(machine(local))
     assert len(booted.packs.known) == (1 if is_merged else 4)
     assert (booted.files() == publisher.files()) == is_merged
+
+
+def test_of_a_kept_file_the_last_one_counts_wherever_it_was_written_and_no_merge_loses_it(store, machine):
+    def booted() -> Machine:
+        one = after_restore(machine(store))
+        return Machine(Publication(store, one.packs, one.publication._environment, one.directory))
+
+    def write(one: Machine, content: bytes) -> bool:
+        one.write({"kept/mine": content})
+        return bool(one.publish())
+
+    first = filled(booted(), {"kernel.so": b"a kernel", "kept/mine": b"1"})
+    one, other = booted(), booted()
+    assert one.files()["kept/mine"] == b"1"
+    assert write(one, b"2")
+    assert write(other, b"3")
+    assert not one.publish(), "what another one wrote later stays"
+    assert not first.publish()
+    assert booted().files()["kept/mine"] == b"3"
+    assert write(one, b"1"), "an earlier content again is new"
+    assert not write(booted(), b"1")
+    assert write(other, b"4")
+    assert other.publication.merge("the test") == 4, "all but the last one's pack"
+    assert write(one, b"5")
+    assert booted().files() == {"kernel.so": b"a kernel", "kept/mine": b"5"}
 
 
 def test_all_graphs_of_one_key_are_in_one_pack_however_large(local, machine, monkeypatch):

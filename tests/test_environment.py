@@ -147,6 +147,14 @@ def test_variables_that_do_not_change_code_are_not(name):
     assert detect(**{name: "1"}).variables == ()
 
 
+def test_a_value_that_may_be_a_secret_is_a_digest_that_two_machines_share():
+    (one,) = detect(TRITON_URL="redis://user:password@host").variables
+    assert one == detect(TRITON_URL="redis://user:password@host").variables[0]
+    assert "password" not in one
+    assert one != detect(TRITON_URL="redis://user:other@host").variables[0]
+    assert one.partition(" ")[2] != detect(TRITON_X="redis://user:password@host").variables[0].partition(" ")[2]
+
+
 def test_the_order_in_which_variables_are_set_does_not_matter():
     one = detect(TORCHINDUCTOR_A="1", TRITON_B="2")
     assert one == detect(TRITON_B="2", TORCHINDUCTOR_A="1")

@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compile_cache
-from models.kernels.first_calls import make_calls, note, slow_calls
+from compile_cache.errors import SettingsError
+from models.kernels.first_calls import make, make_calls, note, slow_calls
 
 PICTURE = torch.zeros(1, 3, 8, 8)
 WEIGHT = torch.zeros(4, 3, 3, 3)
@@ -86,23 +87,64 @@ def test_what_is_damaged_is_an_error_that_a_boot_can_do_without(damaged):
 
 BOOT = """
 import sys, torch, compile_cache
+def add(name):
+    path = boot.kept_file(name)
+    text = path.read_text() if path and path.exists() else ""
+    print(path and text)
+    if path:
+        path.write_text(text + "x")
 with compile_cache.boot("org/model") as boot:
-    boot.compile(torch.nn.Linear(2, 2), whole=True)
-    path = boot.kept_file("mine.json")
-    print(path and path.exists() and path.read_text())
-    if path and not path.exists():
-        path.write_text("[1]")
-boot.wait_published(60)
+    if "compile" in sys.argv:
+        boot.compile(torch.nn.Linear(2, 2), whole=True)
+        add("mine.json")
+add("after/READY.json")
+stored = boot.wait_published(60)
+add("after/all.json")
+print(stored, boot.wait_published(60))
+add("before/exit.json")
 """
 
 
-def test_a_file_that_a_boot_writes_is_stored_and_is_there_in_the_next_one(tmp_path):
+@pytest.mark.parametrize("compiles", [("compile",), ()])
+def test_what_a_boot_writes_is_stored_and_the_next_one_finds_the_newest(tmp_path, compiles):
     told = []
-    for variables in ({"publish": "false"}, {}, {}, {"publish": "false"}):
-        done = run_boot(settings(tmp_path, **variables), BOOT, program="run_source")
+    for _ in range(3):
+        done = run_boot(settings(tmp_path), BOOT, *compiles, program="run_source")
         assert done.returncode == 0, done.stderr
-        told.append(done.stdout.strip())
-    assert told == ["None", "False", "[1]", "[1]"]
+        told.append(done.stdout.split("\n"))
+    for number, lines in enumerate(told):
+        assert lines == [*["x" * number] * (2 + len(compiles)), "True True", "x" * number, ""]
+    lines = run_boot(settings(tmp_path, publish="false"), BOOT, *compiles, program="run_source").stdout.split("\n")
+    assert lines[:2] == ["xxx", "xxx"], "found, though nothing is published"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".x", "x.lock", "x.tmp.json", "../x", "/tmp/x", "a/../x", "", "a//x", "x/", "locks/x", "a\nb", "a\\b", "x" * 256],
+)
+def test_a_name_that_cannot_be_stored_is_refused_when_it_is_named(tmp_path, name):
+    boot = compile_cache.boot("org/model", environ=settings(tmp_path, store="off"))
+    with pytest.raises(SettingsError, match="no pack can have this file: "):
+        boot.kept_file(name)
+
+
+@pytest.mark.parametrize("other", ["Mine.json", "mine.json/x"])
+def test_two_names_that_no_pack_can_have_together_are_refused(tmp_path, other):
+    boot = compile_cache.boot("org/model", environ=settings(tmp_path, store="off"))
+    boot.kept_file("mine.json")
+    with pytest.raises(SettingsError, match=r"mine\.json"):
+        boot.kept_file(other)
+
+
+def test_damaged_notes_are_removed_so_that_they_are_written_anew(tmp_path):
+    with compile_cache.boot("org/model", environ=settings(tmp_path)) as boot:
+        pass
+    path = boot.kept_file("first_calls.json")
+    path.write_text('[["conv2d"')
+    with pytest.raises(json.JSONDecodeError):
+        make(boot)
+    assert not path.exists()
+    boot.end_publishing()
 
 
 def test_without_a_store_no_file_is_kept(tmp_path):

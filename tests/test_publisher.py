@@ -6,6 +6,8 @@ import atexit
 import json
 import os
 import random
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -14,9 +16,11 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from boots import python_path, settings
 from containers import CountingStore, open_cache
 from machines import Machine, Watched, read_files, write_files
 from marked_processes import PATIENCE_S, wait_for
+from programs import run_program
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
@@ -51,8 +55,8 @@ class Compiled:
         return set(self.unread) & set(paths)
 
     def hand_over_others(self) -> None:
-        self.has_others = False
         self.publishable.hand_over(self.publishable.appeared())
+        self.has_others = False
 
 
 @dataclass(frozen=True)
@@ -332,3 +336,64 @@ def test_beside_four_hundred_files_only_two_new_ones_are_sent(tmp_path, monkeypa
     cache = open_cache(local, tmp_path / "third")
     cache.restore()
     assert read_files(cache.directory.path) == {**files, **new}
+
+
+# A g++ that writes a library in place, and pauses in the middle.
+SLOW = """#!{python}
+import pathlib, subprocess, sys, time
+asked = sys.argv[1:]
+target = pathlib.Path(asked[asked.index("-o") + 1]) if "-o" in asked else None
+if target is None or target.suffix != ".so":
+    sys.exit(subprocess.call(["{compiler}", *asked]))
+whole = target.with_name(".whole")
+code = subprocess.call(["{compiler}", *(str(whole) if each == str(target) else each for each in asked)])
+if code == 0:
+    content = whole.read_bytes()
+    with target.open("wb") as file:
+        file.write(content[:10_712])
+        file.flush()
+        time.sleep(8 if len(content) > 40_000 else 0)  # else one that tests the CPU's instructions
+        file.write(content[10_712:])
+sys.exit(code)
+"""
+# While the user's own torch.compile writes a library, a prediction takes code of the second process.
+OWN = """
+import os, sys, threading, time
+from pathlib import Path
+import compile_cache
+with compile_cache.boot("org/model") as boot:
+    import torch
+    from blocks import SIZE, Product
+    net = Product().eval()
+    boot.compile(net, whole=True)
+    def call():
+        with torch.inference_mode(), boot.prediction():
+            net(torch.ones(4, SIZE))
+    boot.warm_up(call)
+assert boot.wait_compiled(100)
+os.environ["PATH"] = sys.argv[1] + os.pathsep + os.environ["PATH"]
+own = threading.Thread(target=torch.compile(lambda x: torch.nn.functional.gelu(x).sum(0)), args=[torch.ones(64, 64)])
+own.start()
+seen = set()
+while not seen:
+    time.sleep(0.5)
+    seen = {path for path in Path(boot.report.cache_dir).rglob("*.so") if path.stat().st_size == 10_712}
+call()
+call()
+own.join()
+assert boot.wait_published(60)
+"""
+
+
+def test_a_library_that_is_half_written_is_published_once_it_is_whole(tmp_path):
+    slow = tmp_path / "bin" / "g++"
+    write_files(slow.parent, {slow.name: SLOW.format(python=sys.executable, compiler=shutil.which("g++")).encode()})
+    slow.chmod(0o755)
+    environ = {**settings(tmp_path, cold_start="background"), "PYTHONPATH": python_path(Path(__file__).parent)}
+    done = run_program(OWN, slow.parent, **environ)
+    assert done.returncode == 0, done.stderr
+    made = [content for name, content in read_files(tmp_path / "cache" / "0").items() if name.endswith(".so")]
+    packs = [pack.read_bytes() for pack in (tmp_path / "store").rglob("*.pack")]
+    stored = b"".join(zstandard.ZstdDecompressor().stream_reader(p, read_across_frames=True).read() for p in packs)
+    assert made
+    assert all(content in stored for content in made)

@@ -85,6 +85,12 @@ def _torch_counts() -> CompileCounts:
     )
 
 
+def ended_steps() -> int:
+    """How many steps of compiles have ended in this process. The last one of a compile ends after it has written."""
+    timed = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
+    return sum(map(len, dict(timed).values()))
+
+
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """Leave out of the counts what is counted meanwhile: code compiled ahead of time belongs to another boot."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from compile_cache.errors import ArtifactError
-from compile_cache.files import replacing
+from compile_cache.files import blank_values, replacing
 
 # The folder of all artifacts, inside a cache directory.
 PRECOMPILED = "precompiled"
@@ -93,11 +93,12 @@ class _Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_artifact(group: Path, key: Mapping[str, Any], record: Mapping[str, Any], payload: bytes) -> str:
-    """Write an artifact into its group's folder. Returns the file's name.
+    """Write an artifact, without the values of variables, into its group's folder. Returns the file's name.
 
     Raises:
         OSError: the artifact cannot be written.
     """
+    payload = blank_values(payload)
     artifact = _Artifact(key, record, hashlib.sha256(payload).hexdigest(), payload)
     with replacing(group / artifact.name) as file:
         file.write(msgspec.msgpack.encode(artifact))

@@ -314,8 +314,8 @@ def _make_option(module: str, name: str, packed: bytes, stack: ExitStack) -> Non
         config, value = importlib.import_module(module), pickle.loads(packed)
         if getattr(config, name) != value:
             stack.enter_context(config.patch({name: value}))
-        if (now := getattr(config, name)) != value:  # an environment variable can forbid it
-            raise NotHandedOver(f"{module}.{name} is {now!r}, and was {value!r} in the server")
+        if getattr(config, name) != value:
+            raise NotHandedOver(f"{module}.{name} is not as in the server; an environment variable may fix it")
 
 
 @contextmanager

@@ -36,10 +36,13 @@ _NEUTRAL_VARIABLES = frozenset(
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
         "TORCHINDUCTOR_FX_GRAPH_CACHE",
         "TORCHINDUCTOR_AUTOGRAD_CACHE",
+        "TORCHINDUCTOR_REDIS_URL",
         "TRITON_PRINT_AUTOTUNING",
         "TORCH_COMPILE_DEBUG",
     }
 )
+# Any other value may be a secret.
+_PLAIN_VALUES = re.compile(r"[0-9]|true|false|on|off|yes|no|", re.IGNORECASE)
 # Inductor calls the C++ compiler with `-march=native`, which generates instructions from these flags.
 _INSTRUCTION_FLAGS = re.compile(
     r"^(pni|ssse3|sse\w*|avx\w*|amx\w*|fma4?|f16c|bmi\d|abm|lzcnt|popcnt|movbe|adx|gfni|xop|tbm|asimd\w*|sve\w*|i8mm|bf16)$"
@@ -120,11 +123,20 @@ def detect_environment(cache_dir: str, options: str, environ: Mapping[str, str])
         cache_dir=cache_dir,
         options=options,
         variables=tuple(
-            f"{name}={value}"
+            _described(name, value)
             for name, value in sorted(environ.items())
             if name.startswith(_CODE_VARIABLES) and name not in _NEUTRAL_VARIABLES
         ),
     )
+
+
+def _described(name: str, value: str) -> str:
+    """A variable in a record: with its value if that is a plain switch, else with a digest. The name is the salt, so
+    that two records with one value agree. The rounds make guessing slow, and take 4 ms."""
+    if _PLAIN_VALUES.fullmatch(value):
+        return f"{name}={value}"
+    sealed = hashlib.pbkdf2_hmac("sha256", os.fsencode(value), name.encode(), 10_000)
+    return f"{name} (digest {sealed.hex()[:16]})"
 
 
 def observe_environment(detected: Environment) -> Environment:

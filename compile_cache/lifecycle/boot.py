@@ -134,7 +134,9 @@ class Boot:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """READY: write the report and start to publish. After an error of the caller's code, publish nothing."""
+        """READY, once: write the report and start to publish. After an error of the caller's code, publish nothing."""
+        if self.report.ready_s:
+            return  # a later block adds to what is published
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
@@ -202,12 +204,20 @@ class Boot:
 
     def kept_file(self, name: str) -> Path | None:
         """Where the caller keeps a file of its own with this version's code: it is there if an earlier boot has written
-        it, and is stored if this one does. None if it is not there and would not be stored, or until `importing`
-        or `compile` has taken what the restore brought."""
-        if self._publication is None or self._directory is None:
+        it. Whatever it has in it from READY on is stored, within seconds, and at the exit. None if it is not there and
+        would not be stored, or until `importing` or `compile` has taken what the restore brought. Of two boots at once,
+        the file that was written last counts.
+
+        Raises:
+            SettingsError: no pack can have a file of this name. The message says why.
+        """
+        if self._directory is None:
             return None
-        path = self._directory.path / name
-        return path if path.exists() or self._settings.may_publish else None
+        path = self._directory.keep(name)
+        if self._publication is None or not (path.exists() or self._settings.may_publish):
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
     def prepare(self, function: Callable[[], None]) -> None:
         """Have the second process call `function` before it compiles, for example to register an attention. If no other

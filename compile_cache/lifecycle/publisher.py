@@ -76,13 +76,17 @@ class Publisher:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is left to publish, or the last attempt failed. True only if all is stored then."""
-        if self._staged_files is not None and self._is_to_stage():  # the thread has not noticed it yet
-            self._idle.clear()
-        return self._idle.wait(timeout_s) and not self._waiting() and not self._publication.left_out
+        until_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < until_s:
+            has_failed = self._staged or self._staged_files is None  # unless it is at work
+            if self._idle.is_set() and (has_failed or not self._waiting()):
+                break
+            time.sleep(_POLL_S / 10)
+        return not self._waiting() and not self._publication.left_out
 
     def _waiting(self) -> str:
         """What is to be stored, and is not stored yet, in words; empty if there is nothing."""
-        if self._is_to_stage():
+        if (self._regions is not None and self._regions.has_others) or self._is_to_stage():  # in this order
             return "all files since the last publish, which are not packed yet"
         return " and ".join(f"a pack of {len(pack.manifest.files)} files" for pack in list(self._staged))
 
@@ -105,10 +109,12 @@ class Publisher:
         due_s = stage_due_s = 0.0
         while True:
             closing = self._closing.is_set()
+            if self._regions is not None and self._regions.has_others:
+                self._failure_of(self._regions.hand_over_others, logging.INFO)
             if (closing or time.monotonic() >= stage_due_s) and self._is_to_stage():
                 self._idle.clear()
                 quiet_s = 0.0 if self._staged_files is None else _QUIET_S
-                stage_due_s = 0.0 if self._attempt(self._stage) else time.monotonic() + _retry_s()
+                stage_due_s = time.monotonic() + (quiet_s if self._attempt(self._stage) else _retry_s())
                 due_s = time.monotonic() + quiet_s + _random.uniform(0.0, _SPREAD_S)
             if self._staged and (closing or time.monotonic() >= due_s):
                 self._attempt(self._put_staged)
@@ -122,8 +128,7 @@ class Publisher:
             self._closing.wait(_POLL_S)
 
     def _is_to_stage(self) -> bool:
-        has_others = self._regions is not None and self._regions.has_others
-        return has_others or self._staged_files != self._publishable.ready(self._closing.is_set())
+        return self._staged_files != self._publishable.ready(self._closing.is_set())
 
     def _tend(self) -> None:
         """Mark the key as used, once a day and after each publish. If it has too many packs, merge them a while
@@ -166,8 +171,6 @@ class Publisher:
 
     def _stage(self) -> None:
         self._staged, self._staged_files = [], None  # staging empties the outbox first; after a failure it is due again
-        if self._regions is not None:
-            self._regions.hand_over_others()
         ready = self._publishable.ready(self._closing.is_set())
         unread = self._regions.unread_files(ready) if self._regions is not None else set()
         with noted("publish", "pack"):

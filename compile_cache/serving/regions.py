@@ -19,7 +19,7 @@ from torch import nn
 
 from compile_cache.calls.description import class_name
 from compile_cache.errors import NotAModuleError, log
-from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.inductor.counters import ended_steps
 from compile_cache.inductor.toolchain import unread_files
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.policy import Policy
@@ -44,7 +44,7 @@ class Regions:
         self.by_class: dict[type[nn.Module], Region] = {}
         # How many roots of a class `compile` got, which tell their modules' places apart.
         self._roots = Counter[str]()
-        self._others_at: CompileCounts | None = None
+        self._others_at: int | None = None
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self)))
 
     def compile(
@@ -138,18 +138,19 @@ class Regions:
 
     @property
     def has_others(self) -> bool:
-        """Whether torch has compiled or found code since the last `hand_over_others`, and no case makes any now."""
-        return self._others_at != read_counts() and not self.policy.maker
+        """Whether `hand_over_others` has left files, or torch has worked since then, and no case makes code now."""
+        return self._others_at != ended_steps() and not self.policy.maker
 
     def hand_over_others(self) -> None:
-        """Hand over the files that no case made: of the user's own `torch.compile`, of Triton kernels, of the
-        toolchain. Not while a case makes files."""
-        counts, publishable, policy = read_counts(), self.policy.directory.publishable, self.policy
+        """Hand over the files that no case made, once they are finished: of the user's own `torch.compile`, of Triton
+        kernels, of the toolchain. Not while a case makes files."""
+        steps, directory, policy = ended_steps(), self.policy.directory, self.policy
         if not policy.maker:
-            others = publishable.appeared()
+            others = directory.publishable.appeared()
+            finished = directory.finished(others)
             if not policy.maker:  # it takes longer than to look at a directory
-                self._others_at = counts
-                publishable.hand_over(others)
+                directory.publishable.hand_over(finished)
+                self._others_at = steps if finished == others else None
 
     def unread_files(self, paths: Iterable[str]) -> set[str]:
         """Those that no warm boot will read: candidates that autotuning did not choose."""

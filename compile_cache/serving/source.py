@@ -102,7 +102,7 @@ class Source:
         """Make a claimed case's code in this process."""
         started = time.perf_counter()
         publishable = self.policy.directory.publishable
-        publishable.hand_over(publishable.appeared())  # those so far are not of this call
+        others = publishable.appeared()
         with generators_at(is_alone=self.policy.moment.stays_alone()):
             code = attempt(maker, shadow)
         if not isinstance(code, Failure):
@@ -110,7 +110,7 @@ class Source:
         elif isinstance(code.error, GraphNotStored):
             self.order(case, attempt(self.pack, case, shadow.call))
         else:
-            publishable.withheld |= publishable.appeared()
+            publishable.withheld |= publishable.appeared() - others
             self.give_up(case, self._failure(code, time.perf_counter() - started))
 
     def _made(self, why_not_found: str, shadow: Shadow) -> Code:
@@ -118,11 +118,13 @@ class Source:
         from compile_cache.inductor.make import make
 
         log.info("compile.begin region=%s", self.report.name)
-        started = time.perf_counter()
+        started, directory = time.perf_counter(), self.policy.directory
+        others = directory.publishable.appeared()  # of no call, or still being written
         graphs = self._graphs  # with this, the compiler is imported, and there are artifacts
         made = make(self.policy.functions, graphs, shadow.copied)
         assert made.traced is not None  # in this process
-        self._hand_over(self.policy.directory.publishable.appeared(), made.path, made.traced.counts.hits > 0)
+        files = directory.finished(directory.publishable.appeared() - others)
+        self._hand_over(files, made.path, made.traced.counts.hits > 0)
         if made.function is None and made.path:
             self._owners.add(made.path)
         if self.report.note_traced(made.traced, started) and why_not_found:

@@ -14,15 +14,21 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 
-from compile_cache.errors import CacheDirectoryError
+from compile_cache.errors import CacheDirectoryError, PackError, SettingsError
+from compile_cache.storage.pack.manifest import check_paths
 from compile_cache.storage.publishable import Publishable
 
 _MOST_DIRECTORIES = 64
-# Lock files, unfinished files, and precompiled headers, which are useless without a compile.
-_LEFT_OUT_SUFFIXES = (".lock", ".tmp", ".gch", ".pid")
+# Lock files, unfinished files, and precompiled headers, which are useless without a compile; and torch's notes on
+# sizes, whose names have the value of a variable, TORCH_COMPILE_JOB_ID.
+_LEFT_OUT = re.compile(r"(^|/)(locks/|tmp\.[^/]*/|(\.|code_state_)[^/]*$)|\.tmp\.[^/]*$|\.(lock|tmp|gch|pid)$")
+# A compiler writes these in place. Meanwhile torch holds a lock in the folder `locks`.
+_BUILT_SUFFIXES = (".so", ".o")
+# The folder of files that the caller keeps.
+_KEPT = "kept/"
 
 
 class CacheDirectory:
@@ -34,7 +40,8 @@ class CacheDirectory:
         self.inbox, self.outbox, self.logs, self.compilers = self.beside
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
-        self.publishable = Publishable(self.scan)
+        self._named: set[str] = set()
+        self.publishable = Publishable(self.scan, self.kept)
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:
@@ -77,10 +84,37 @@ class CacheDirectory:
         environ["TRITON_CACHE_DIR"] = str(self.path / "triton")
 
     def scan(self, finished_ns: float = math.inf) -> dict[str, int]:
-        """All artifacts that were last changed until `finished_ns`: the time of that, in ns, by path inside the
-        directory. Reads no file, and follows no link: if a link has replaced the directory, there are none."""
+        """All artifacts that were last changed until `finished_ns`, without kept files: the time of that, in ns, by
+        path inside the directory. Reads no file, and follows no link: if a link has replaced the directory, there are
+        none."""
         files = scan_folder(self.path) if self.path.resolve() == self._place else ()
-        return {path: modified_ns for path, modified_ns in files if modified_ns <= finished_ns}
+        return {path: modified_ns for path, modified_ns in files if modified_ns <= finished_ns and not is_kept(path)}
+
+    def finished(self, paths: Iterable[str]) -> set[str]:
+        """Those of the files which were there that nobody writes now: no libraries while a compiler is at work. torch
+        moves all others into their places."""
+        unfinished = _BUILT_SUFFIXES if any(map(_is_locked, (self.path / "locks").glob("*.lock"))) else ()
+        return {path for path in paths if not path.endswith(unfinished)}
+
+    def keep(self, name: str) -> Path:
+        """The place of a file that the caller keeps.
+
+        Raises:
+            SettingsError: no pack can have it, or no pack can have it beside the other kept files.
+        """
+        path = f"{_KEPT}{name}"
+        try:
+            if not is_artifact(path):
+                raise PackError("it is named like a lock, or like a file that is not finished")
+            check_paths({path, *self._named, *self.kept()})
+        except PackError as error:
+            raise SettingsError(f"boot.kept_file({name!r:.300}): no pack can have this file: {error}") from error
+        self._named.add(path)
+        return self.path / path
+
+    def kept(self) -> dict[str, str]:
+        """The files that the caller keeps: the time of the last change, by path inside the directory."""
+        return {f"{_KEPT}{path}": str(modified_ns) for path, modified_ns in scan_folder(self.path / _KEPT)}
 
 
 def scan_folder(root: Path) -> Iterator[tuple[str, int]]:
@@ -91,7 +125,7 @@ def scan_folder(root: Path) -> Iterator[tuple[str, int]]:
             raise error
 
     for parent, folders, names in os.walk(root, onerror=pass_by):
-        folders[:] = [name for name in folders if name != "locks" and not name.startswith("tmp.")]
+        folders[:] = [name for name in folders if is_artifact(f"{name}/")]
         for path in [f"{parent}/{name}" for name in names if is_artifact(name)]:
             with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
                 status = os.lstat(path)
@@ -144,10 +178,13 @@ def _lock(path: Path) -> int | None:
 def is_claimed(path: Path) -> bool:
     """Whether a process owns the cache directory at `path`, or did and its program still does."""
     lock = path.with_name(f"{path.name}.lock")
-    if not lock.exists() or (lock_fd := _lock(lock)) is None:
-        return lock.exists()
-    os.close(lock_fd)
-    return False
+    return lock.exists() and _is_locked(lock)
+
+
+def _is_locked(path: Path) -> bool:
+    if (lock_fd := _lock(path)) is not None:
+        os.close(lock_fd)
+    return lock_fd is None
 
 
 def make_empty(folder: Path) -> None:
@@ -161,12 +198,16 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(mode=0o700)
 
 
-def is_artifact(name: str) -> bool:
-    """Whether a file is an artifact. Locks, unfinished files (hidden or with `.tmp` in the name) and names that no pack
-    may have are not."""
-    if not name.isprintable() or "\\" in name:
-        return False
-    return not name.startswith(".") and not name.endswith(_LEFT_OUT_SUFFIXES) and ".tmp." not in name
+def is_kept(path: str) -> bool:
+    """Whether the file is one that the caller keeps: the newest one counts, not the first."""
+    return path.startswith(_KEPT)
+
+
+def is_artifact(path: str) -> bool:
+    """Whether a file is an artifact. Locks, unfinished files (hidden or with `.tmp` in the name), torch's notes on
+    sizes and names that no pack may have are not. For a folder, whose path ends with a slash: whether it has any."""
+    name = path.rpartition("/")[2]
+    return name.isprintable() and "\\" not in name and not _LEFT_OUT.search(path)
 
 
 def logical_key(path: str) -> str:

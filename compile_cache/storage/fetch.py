@@ -6,14 +6,14 @@ All packs of a key add up.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Version, read_catalog
-from compile_cache.storage.directory import CacheDirectory, make_empty
+from compile_cache.storage.directory import CacheDirectory, is_kept, make_empty
 from compile_cache.storage.pack.format import Head, Pack, Run, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
 from compile_cache.storage.rules import HeadReader, Rules, StoredPack, room_beside
@@ -208,8 +208,8 @@ def _lacks_binary(path: str, paths: Container[str]) -> bool:
 def choose(manifests: Sequence[Manifest]) -> list[dict[str, PackFile]]:
     """The files that are taken from each pack, by path. The packs are in the order of their listing.
 
-    For each logical key, the first pack that has it wins. Paths that clash with a chosen one (file against folder,
-    case) are skipped.
+    For each logical key, the first pack that has it wins; for a kept file, the pack that was made last: a store tells
+    times in whole seconds. Paths that clash with a chosen one (file against folder, case) are skipped.
     """
     chosen: list[dict[str, PackFile]] = [{} for _ in manifests]
     owners: dict[str, int] = {}
@@ -217,16 +217,24 @@ def choose(manifests: Sequence[Manifest]) -> list[dict[str, PackFile]]:
     folders: set[str] = set()
     # Keep each folded path in memory once, because there may be many long paths.
     paths = {path: path for manifest in manifests for file in manifest.files for path in (file.path.casefold(),)}
+    by_age = sorted(range(len(manifests)), key=lambda number: manifests[number].created_s)
+    newest = {file.path: number for number in by_age for file in manifests[number].files if is_kept(file.path)}
     for number, manifest in enumerate(manifests):
         for file in manifest.files:
             path = paths[file.path.casefold()]
             parents = {paths[folder] for folder in folders_of(path) if folder in paths}
             is_free = path not in folded and path not in folders and not parents & folded
-            if is_free and owners.setdefault(file.key, number) == number:
+            if is_free and newest.get(file.path, number) == number and owners.setdefault(file.key, number) == number:
                 chosen[number][file.path] = file
                 folded.add(path)
                 folders |= parents
     return chosen
+
+
+def kept_files(packs: Iterable[StoredPack]) -> dict[str, str]:
+    """The SHA-256 of each kept file that a boot takes from these packs, by path."""
+    chosen = choose([pack.head.manifest for pack in packs])
+    return {path: file.sha256 for files in chosen for path, file in files.items() if is_kept(path)}
 
 
 @dataclass(frozen=True, slots=True)

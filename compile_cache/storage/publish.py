@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import cast
 
 from compile_cache.errors import ObjectNotFound, PackError
+from compile_cache.files import blank_file
 from compile_cache.key.environment import Environment
-from compile_cache.storage.directory import CacheDirectory, logical_key, make_empty
-from compile_cache.storage.fetch import PacksOfKey, choose
+from compile_cache.storage.directory import CacheDirectory, is_kept, logical_key, make_empty
+from compile_cache.storage.fetch import PacksOfKey, choose, kept_files
 from compile_cache.storage.pack.format import Pack, Source, write_pack
 from compile_cache.storage.pack.manifest import PackFile, is_plain
 from compile_cache.storage.rules import StoredPack, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 
 MOST_PACKS = 4
+# torch's folders of graphs, which have texts for people.
+_GRAPHS = {"fxgraph", "aotautograd"}
 # The first packs are small, so that the most valuable files are stored even if there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20
 _LARGEST_PART_BYTES = 64 << 20
@@ -42,6 +45,9 @@ class Publication:
         self._environment = environment
         # Files that the last `stage` left out, because no boot could restore them: why, by path.
         self.left_out: dict[str, str] = {}
+        # The SHA-256 of each kept file as this process has restored or published it. What another one publishes
+        # meanwhile is newer, and stays.
+        self._kept = kept_files(packs.known.values())
 
     def stage(self, files: Mapping[str, str], creator: str) -> tuple[Pack, ...]:
         """Finished packs of those `files` that the store lacks, the most valuable first. The files are given with their
@@ -60,10 +66,18 @@ class Publication:
         return tuple(staged)
 
     def _new(self, files: Mapping[str, str]) -> Iterator[Source]:
-        """The files that the store lacks. It has, or had, a file whose path or whose logical key is in a known pack."""
+        """The files that the store lacks. It has, or had, a file whose path or whose logical key is in a known pack. It
+        lacks a kept file that has changed here."""
         keys, paths = ({pair[place] for pair in self.packs.seen} for place in (0, 1))
+        newest = kept_files(self.packs.known.values())
         for path, owner in files.items():
             local, key = self.directory.path / path, logical_key(path)
+            if is_kept(path):
+                if (digest := _digest(local)) == newest.get(path, ""):
+                    self._kept[path] = digest
+                elif digest != self._kept.get(path, ""):
+                    yield Source(local, path, path)
+                continue
             if not is_plain(path):
                 self.left_out[path] = "no pack can have this path"
                 continue
@@ -71,6 +85,8 @@ class Publication:
                 here = (other for other in paths if logical_key(other) == key)
                 key = _variant(key, [other for other in here if (self.directory.path / other).exists()])
             if path not in paths and key not in keys:
+                if not _GRAPHS.isdisjoint(path.split("/")):
+                    blank_file(local)
                 yield Source(local, path, key, owner)
 
     def _write(self, part: list[Source], creator: str, staged: list[Pack]) -> None:
@@ -93,7 +109,8 @@ class Publication:
 
     def is_superseded(self, pack: Pack) -> bool:
         """Whether another container has meanwhile published a part of this staged pack."""
-        return not {key for key, _ in self.packs.seen}.isdisjoint(file.key for file in pack.manifest.files)
+        files = (file for file in pack.manifest.files if not is_kept(file.path))
+        return not {key for key, _ in self.packs.seen}.isdisjoint(file.key for file in files)
 
     def publish(self, pack: Pack) -> None:
         """Upload a staged pack: one PUT of an immutable object. Its files are not staged again.
@@ -104,6 +121,7 @@ class Publication:
         name, is_first = self.packs.key.prefix + pack.name, not self.packs.known
         self._writing.put(name, pack.local)
         self.packs.add(StoredPack(StoredObject(name, pack.stored_bytes, pack.manifest.created_s), pack))
+        self._kept |= {file.path: file.sha256 for file in pack.manifest.files}
         if is_first:
             record = self.packs.key.environment_prefix + "environment.json"
             self._writing.put(record, self._environment.to_json().encode())
@@ -170,28 +188,35 @@ class Publication:
 
 def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredPack], Mapping[str, PackFile]]:
     """The packs of this signer (unsigned ones, if there is none) of which every file is here, or has a logical key that
-    comes from another of these packs; and the files to put into the merged pack, by path."""
+    comes from another of these packs; and the files to put into the merged pack, by path. A pack with the newest of a
+    kept file stays: one that is put meanwhile is newer."""
     signer = packs.rules.signer
     own = signer.public_key if signer else None
-    found = {name: pack for name, pack in packs.known.items() if pack.head.signed_by == own}
+    taken = zip(packs.known.items(), choose([pack.head.manifest for pack in packs.known.values()]), strict=True)
+    found = {name: p for (name, p), files in taken if p.head.signed_by == own and not any(map(is_kept, files))}
     while True:
         chosen: dict[str, PackFile] = {}
         for files in choose([pack.head.manifest for pack in found.values()]):
-            chosen |= files
-        missing = {file.key for path, file in chosen.items() if not _is_here(directory / path, file)}
+            chosen |= {path: file for path, file in files.items() if not is_kept(path)}
+        missing = {file.key for path, file in chosen.items() if _digest(directory / path) != file.sha256}
         keys = {file.key for file in chosen.values()} - missing
-        whole = {name: p for name, p in found.items() if all(file.key in keys for file in p.head.manifest.files)}
+        whole = {
+            name: pack
+            for name, pack in found.items()
+            if all(file.key in keys or is_kept(file.path) for file in pack.head.manifest.files)
+        }
         if len(whole) == len(found):
             return whole, chosen
         found = whole
 
 
-def _is_here(local: Path, file: PackFile) -> bool:
+def _digest(local: Path) -> str:
+    """A file's SHA-256; empty without the file."""
     try:
         with local.open("rb") as content:  # read piece by piece, without the GIL
-            return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+            return hashlib.file_digest(content, "sha256").hexdigest()
     except FileNotFoundError:
-        return False
+        return ""
 
 
 def _variant(key: str, siblings: Sequence[str]) -> str:

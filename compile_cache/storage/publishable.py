@@ -12,15 +12,15 @@ class Publishable:
 
     A file may have an `owner`, with which it is published or withdrawn: the path of a record of what was made, or the
     class of a region. `seeds` are another version's files, with their owners. They may be published once this version
-    uses the owner. `withheld` are files of code that failed. `scan` finds the directory's files: see `CacheDirectory`.
+    uses the owner. `withheld` are files of code that failed. `scan` and `kept` find files: see `CacheDirectory`.
 
     Several threads use it. Each change is one operation of a dictionary or a set, so a fork needs no lock.
     """
 
-    def __init__(self, scan: Callable[[float], Mapping[str, int]]) -> None:
+    def __init__(self, scan: Callable[[float], Mapping[str, int]], kept: Callable[[], dict[str, str]] = dict) -> None:
         self.seeds: dict[str, str] = {}
         self.withheld: set[str] = set()
-        self._scan = scan
+        self._scan, self._kept = scan, kept
         self._known: set[str] = set()
         # By path: the owner, and the time from which the file may be published, on the clock of `time.monotonic`.
         self._handed_over: dict[str, tuple[str, float]] = {}
@@ -68,8 +68,8 @@ class Publishable:
         return {path for path, (other, _) in list(self._handed_over.items()) if other == owner}
 
     def ready(self, is_ending: bool = False) -> dict[str, str]:
-        """The files that may be published now, with their owners."""
-        now, ready = time.monotonic(), {}
+        """The files that may be published now, with their owners; kept files with the times of their last changes."""
+        now, ready = time.monotonic(), self._kept()
         for path, (owner, due_s) in list(self._handed_over.items()):
             is_due = due_s <= now or (is_ending and owner not in self._doubted)
             if is_due and path not in self.withheld:

@@ -26,14 +26,19 @@ _LEAST_S = 0.005
 
 
 def make(boot: Boot) -> None:
-    """Make the calls that an earlier boot has written down, until the phase `weights` has ended.
+    """Make the calls that an earlier boot has written down, until the phase `weights` has ended. If that fails, let
+    `note` write them anew.
 
     Raises:
         Exception: as `make_calls`. The warm-up makes them anyway.
     """
     path = boot.kept_file(_NAME)
     if path is not None and path.exists():
-        make_calls(path.read_text(), lambda: "weights" in boot.report.phases)
+        try:
+            make_calls(path.read_text(), lambda: "weights" in boot.report.phases)
+        except Exception:
+            path.unlink()
+            raise
 
 
 @torch.inference_mode()
