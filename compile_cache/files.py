@@ -1,8 +1,10 @@
-"""Writes files that appear whole or not at all."""
+"""Writes files that appear whole or not at all, and what is no file as a stream."""
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +13,8 @@ from typing import IO
 
 # A killed process leaves its temporary file behind, under a hidden name.
 TEMPORARY = ".tmp-"
+_PATIENCE_S = 1.0
+_OPEN = "/proc/self/fd"
 
 
 @contextmanager
@@ -30,3 +34,23 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(file.name)
+
+
+def write_through(path: Path, content: bytes) -> None:
+    """Write what a user has named. A file is replaced, and a link still leads to it. A device or a pipe gets the
+    content and a line end. So does the file that stdout or stderr writes: to replace it would lose what they write.
+
+    Raises:
+        OSError: it cannot be written, or the reader of a pipe has not read for a second.
+    """
+    streams = [n for n in (1, 2) if path.exists() and os.path.exists(f"{_OPEN}/{n}") and path.samefile(f"{_OPEN}/{n}")]
+    if not streams and (path.is_file() or not path.exists()):
+        with replacing(Path(os.path.realpath(path))) as file:
+            file.write(content)
+        return
+    opened = os.dup(streams[0]) if streams else os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    with os.fdopen(opened, "wb", buffering=0) as stream:
+        for start in range(0, len(content) + 1, select.PIPE_BUF):  # so much at once never blocks
+            if not select.select((), [stream], (), _PATIENCE_S)[1]:
+                raise TimeoutError(errno.ETIMEDOUT, "its reader does not read")
+            stream.write((content + b"\n")[start : start + select.PIPE_BUF])
