@@ -30,12 +30,18 @@ class Predictor(BaseRunner):
             self.model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.has_mean, self.has_norm = pooling(folder)
+            self.longest = min(LENGTHS[-1] - 1, own_length(folder) or self.tokenizer.model_max_length)
             self.boot.compile(self.model)
             self.boot.warm_up(lambda: [self.embed([[0] * (n - 1)] * size) for n in LENGTHS for size in BATCHES])
 
     def run(self, texts: list[str] = Input(description="Texts, with the prefix that the model wants")) -> list[str]:
         """The vector of each text: float32 as base64."""
-        tokens = self.tokenizer(texts, truncation=True, max_length=LENGTHS[-1] - 1)["input_ids"]
+        if not texts:
+            raise ValueError("texts is empty: give one text at least")
+        tokens = self.tokenizer(texts)["input_ids"]
+        for number, found in enumerate(tokens):
+            if len(found) > self.longest:
+                raise ValueError(f"text {number} has {len(found)} tokens, and this server reads {self.longest}")
         order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))  # so that little is padded
         with self.boot.prediction() as prediction:
             batches = [order[start : start + BATCHES[-1]] for start in range(0, len(order), BATCHES[-1])]
@@ -61,6 +67,12 @@ class Predictor(BaseRunner):
             mask = mask.unsqueeze(-1)
             vectors = (states * mask).sum(1) / mask.sum(1) if self.has_mean else states[:, 0]
             return (torch.nn.functional.normalize(vectors) if self.has_norm else vectors)[: len(batch)]
+
+
+def own_length(folder: Folder) -> int | None:
+    """The most tokens of a text, if the model's files say it."""
+    file = folder / "sentence_bert_config.json"
+    return json.loads(file.read_text()).get("max_seq_length") if file.exists() else None
 
 
 def pooling(folder: Folder) -> tuple[bool, bool]:
