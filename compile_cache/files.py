@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import fcntl
 import os
-import select
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import IO
 
 # A killed process leaves its temporary file behind, under a hidden name.
 TEMPORARY = ".tmp-"
-_PATIENCE_S = 1.0
+_PIPE_BYTES = 1 << 20  # what every user may have
 _OPEN = "/proc/self/fd"
 
 
@@ -41,7 +40,7 @@ def write_through(path: Path, content: bytes) -> None:
     content and a line end. So does the file that stdout or stderr writes: to replace it would lose what they write.
 
     Raises:
-        OSError: it cannot be written, or the reader of a pipe has not read for a second.
+        OSError: it cannot be written, or a pipe has no reader, or one that does not read.
     """
     streams = [n for n in (1, 2) if path.exists() and os.path.exists(f"{_OPEN}/{n}") and path.samefile(f"{_OPEN}/{n}")]
     if not streams and (path.is_file() or not path.exists()):
@@ -49,8 +48,7 @@ def write_through(path: Path, content: bytes) -> None:
             file.write(content)
         return
     opened = os.dup(streams[0]) if streams else os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    with os.fdopen(opened, "wb", buffering=0) as stream:
-        for start in range(0, len(content) + 1, select.PIPE_BUF):  # so much at once never blocks
-            if not select.select((), [stream], (), _PATIENCE_S)[1]:
-                raise TimeoutError(errno.ETIMEDOUT, "its reader does not read")
-            stream.write((content + b"\n")[start : start + select.PIPE_BUF])
+    with os.fdopen(opened, "wb") as stream:
+        with suppress(OSError):  # it is no pipe
+            fcntl.fcntl(opened, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # room for all, because the reader may be slow
+        stream.write(content + b"\n")

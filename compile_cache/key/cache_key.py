@@ -61,7 +61,6 @@ def object_name(text: str) -> str:
     """`text` as one path segment of an object's name: never empty, `.` or `..`. If that changes more than slashes, a
     digest keeps texts apart. A segment is its own name."""
     name = _NOT_A_NAME.sub("--", text).strip(".-")
-    if 0 < len(name) <= 128 and text in (name, name.replace("--", "/")):
-        return name
+    is_whole = 0 < len(name) <= 128 and text in (name, name.replace("--", "/"))
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
-    return f"{name[:115] or 'unnamed'}-{digest}"
+    return name if is_whole else f"{name[:115] or 'unnamed'}-{digest}"
