@@ -58,10 +58,9 @@ def main() -> None:
     def apart(one: torch.Tensor, other: torch.Tensor) -> float:
         return float((one - other).abs().max())
 
-    def parts() -> list[str]:
-        return [
-            f"{name} {type(module).__name__} {module.training}" for name, module in pipe.transformer.named_modules()
-        ]
+    def parts() -> list[object]:
+        modules = [(name, type(part), part.training) for name, part in pipe.transformer.named_modules()]
+        return modules + [(name, weight.data_ptr()) for name, weight in pipe.transformer.named_parameters()]
 
     transformer = [f"transformer.{layer}" for layer in LAYERS]
     nan = {f"{transformer[0]}.lora_A.weight": torch.full((4, 32), float("nan"))}
@@ -88,8 +87,8 @@ def main() -> None:
                 told[name] = {"from diffusers": apart(found, right), "from none": apart(found, before)}
             except ValueError as error:
                 told[name] = {"refused": str(error)}
-            told[name]["is as it was"] = parts() == parts_before
             lora.use(None, 1.0)
+            told[name]["is as it was"] = parts() == parts_before
             told[name]["left"] = apart(draw(pipe), before)
     print(json.dumps(told))
 

@@ -22,8 +22,8 @@ class FusedLora:
         Raises:
             ValueError: it cannot be merged into this pipeline. The next call takes back what was merged of it.
         """
-        for weight in self.changed:
-            weight.copy_(self.kept[weight])
+        for weight, place in self.changed:
+            weight.data = place.copy_(self.kept[weight])
         self.changed = []
         if file is None:
             return
@@ -47,14 +47,13 @@ class FusedLora:
         merged = [layer.get_base_layer() for layer in layers if isinstance(layer, BaseTunerLayer)]
         if not merged or not {*merged} <= {*modules}:  # diffusers puts larger layers in the place of others
             raise ValueError("it is for another pipeline: it changes nothing here, or layers of other sizes")
-        self.changed = [weight for layer in merged for weight in layer.parameters()]
-        for weight in {*self.changed} - self.kept.keys():
+        self.changed = [(weight, weight.data) for layer in merged for weight in layer.parameters()]
+        for weight in dict(self.changed).keys() - self.kept.keys():
             self.kept[weight] = weight.to("cpu", copy=True)  # going back by subtraction would round
-        places = [weight.data for weight in self.changed]
         self.pipe.fuse_lora(parts, lora_scale=scale)
-        for weight, place in zip(self.changed, places, strict=True):
+        for weight, place in self.changed:
             weight.data = place.copy_(weight)  # a DoRA is merged elsewhere
-        if not all(weight.isfinite().all() for weight in self.changed):
+        if not all(weight.isfinite().all() for weight, _ in self.changed):
             raise ValueError("it makes weights that are not finite")
 
 
