@@ -12,7 +12,6 @@ from typing import IO
 
 # A killed process leaves its temporary file behind, under a hidden name.
 TEMPORARY = ".tmp-"
-_PIPE_BYTES = 1 << 20  # what every user may have
 _OPEN = "/proc/self/fd"
 
 
@@ -50,5 +49,5 @@ def write_through(path: Path, content: bytes) -> None:
     opened = os.dup(streams[0]) if streams else os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     with os.fdopen(opened, "wb") as stream:
         with suppress(OSError):  # it is no pipe
-            fcntl.fcntl(opened, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # room for all, because the reader may be slow
+            fcntl.fcntl(opened, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for all: the reader may be slow
         stream.write(content + b"\n")

@@ -76,8 +76,7 @@ class Settings:
                 f"{PREFIX}STORE={self.store!r}: give a local folder, s3://bucket/prefix, "
                 "gs://bucket/prefix, az://container/prefix or off, without a user, a password or a query"
             )
-        found = [layer_problem(layer, self.trusted_keys) for layer in self.layers]
-        problems += [f"{PREFIX}LAYERS: {problem}" for problem in found if problem]
+        problems += [f"{PREFIX}LAYERS: {why}" for one in self.layers if (why := layer_problem(one, self.trusted_keys))]
         if self.report and (self.report.endswith("/") or os.path.isdir(self.report)):
             problems.append(f"{PREFIX}REPORT={self.report!r} is a folder: give a file's path")
         if problems:

@@ -132,7 +132,7 @@ def test_json_is_json_even_where_a_region_differs_infinitely_from_eager():
 
 def test_a_report_is_written_whole_into_folders_made_for_it_and_replaced(tmp_path):
     path = tmp_path / "a" / "b" / "report.json"
-    for report in (BootReport(str(path)), replace(warm_report(), path=str(path))):
+    for report in (BootReport(path=str(path)), replace(warm_report(), path=str(path))):
         report.save()
         assert path.read_text() == report.to_json()
         assert [file.name for file in path.parent.iterdir()] == ["report.json"]
@@ -142,7 +142,7 @@ def saved_by_a_process(path: str, **streams: Any) -> subprocess.CompletedProcess
     """A process that writes a line, saves its long report twice, and writes another line."""
     program = (
         "import sys; from compile_cache.lifecycle.boot_report import BootReport; print('before', flush=True);"
-        "report = BootReport(sys.argv[1], model_name='x' * 100_000); report.save(); report.save(); print('after')"
+        "report = BootReport(path=sys.argv[1], model_name='x' * 100_000); report.save(); report.save(); print('after')"
     )
     return subprocess.run([sys.executable, "-c", program, path], cwd=TESTS.parent, text=True, check=True, **streams)
 
@@ -171,7 +171,7 @@ def test_a_report_goes_through_a_link_to_a_file_and_through_a_pipe(tmp_path):
         (tmp_path / "pipe").open("w"),  # once this is open, there is a reader
     ):
         for name in ("link", "pipe"):
-            BootReport(str(tmp_path / name), model_name="x" * 100_000).save()
+            BootReport(path=str(tmp_path / name), model_name="x" * 100_000).save()
     for name in ("mounted/report.json", "read"):
         assert json.loads((tmp_path / name).read_text())["model_name"] == "x" * 100_000
     assert (tmp_path / "link").is_symlink()
@@ -181,7 +181,7 @@ def test_a_report_goes_through_a_link_to_a_file_and_through_a_pipe(tmp_path):
 def test_a_report_that_cannot_be_written_is_an_event_of_its_own_once(tmp_path, name, caplog):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
-    report = BootReport(str(tmp_path / name))
+    report = BootReport(path=str(tmp_path / name))
     for _ in range(3):
         report.save()
     (line,) = [record.message for record in caplog.records]

@@ -80,7 +80,7 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
     def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s=60.0, begin=True) -> Started:
         machine = Machine.at(tmp_path / "cache", store, key, environment)
         written = tmp_path / "report.json"
-        report, settings = BootReport(str(written)), Settings(exit_budget_s=exit_budget_s)
+        report, settings = BootReport(path=str(written)), Settings(exit_budget_s=exit_budget_s)
         if compiler is not None:
             compiler.publishable = machine.directory.publishable
         publisher = Publisher(machine.publication, report, settings, compiler)

@@ -94,7 +94,7 @@ class Boot:
     ) -> None:
         self._started = time.perf_counter()
         self._timeline = Timeline()
-        self.report = BootReport(settings.report, store=settings.store, scope=settings.scope, mode=settings.mode)
+        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode, path=settings.report)
         self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
         self._directory: CacheDirectory | None = None

@@ -74,7 +74,6 @@ class BootReport:
     process. `started_s` is the start of the boot in seconds since 1970. `spans` say which thread did what when.
     """
 
-    path: str | None = None
     model_name: str = ""
     model_version: str = ""
     environment: str = ""
@@ -93,6 +92,7 @@ class BootReport:
     warnings: list[str] = field(default_factory=list)
     started_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    path: str | None = None
 
     @property
     def compile_s(self) -> float:
