@@ -30,6 +30,11 @@ PROJECT = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(PROJECT, name) for name in ("predict.py", "warmup.py", "models")]
 
 
+def integers(*inputs: Any) -> Any:
+    """Integer inputs as Python's: by Cog's schema, 1.0 and 1e3 are integers too."""
+    return (value if value is None else int(value) for value in inputs)
+
+
 class Served(BaseRunner):
     """What both predictors have."""
 
@@ -152,7 +157,8 @@ class Predictor(Served):
         from models.image.pictures import open_picture
         from models.image.pipeline import ImageInputs
 
-        seed = random.getrandbits(32) if seed is None else seed
+        num_outputs, num_inference_steps, output_quality = integers(num_outputs, num_inference_steps, output_quality)
+        width, height, seed = integers(width, height, random.getrandbits(32) if seed is None else seed)
         start = open_picture(str(image), "white") if image else None
         second = open_picture(str(image_2), "white") if image_2 else None
         masked = open_picture(str(mask), "black") if mask else None
@@ -267,6 +273,7 @@ class TextPredictor(Served):
         from models.text.model import TextInputs
 
         seed = random.getrandbits(32) if seed is None else seed
+        max_new_tokens, top_k, seed = integers(max_new_tokens, top_k, seed)
         inputs = TextInputs(
             prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stop_sequences, seed
         )

@@ -1,7 +1,8 @@
-"""Writes files that appear whole or not at all, and blanks what no other machine may read."""
+"""Writes files: whole or not at all, or through a link or a device; and blanks what no other machine may read."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import tempfile
@@ -17,6 +18,7 @@ TEMPORARY = ".tmp-"
 # (`debug_lines`), some of which come from variables. pickle writes a line's length before it, in one byte or in four.
 _PROGRAM_HEAD = re.compile(rb"\nimport os\nos\.environ.*?\nisolate_fails_code_str", re.DOTALL)
 _OPTION = re.compile(rb"\[(?:(?<=\x8c(.)\[)|(?<=X(....)\[))[a-z2-7]{50,}\] \w", re.DOTALL)
+_OPEN = "/proc/self/fd"
 
 
 @contextmanager
@@ -60,3 +62,22 @@ def blank_file(path: Path) -> None:
         if (blanked := blank_values(content)) != content:
             with replacing(path) as file:
                 file.write(blanked)
+
+
+def write_through(path: Path, content: bytes) -> None:
+    """Write what a user has named. A file is replaced, and a link still leads to it. A device or a pipe gets the
+    content and a line end. So does the file that stdout or stderr writes: to replace it would lose what they write.
+
+    Raises:
+        OSError: it cannot be written, or a pipe has no reader, or one that does not read.
+    """
+    streams = [n for n in (1, 2) if path.exists() and os.path.exists(f"{_OPEN}/{n}") and path.samefile(f"{_OPEN}/{n}")]
+    if not streams and (path.is_file() or not path.exists()):
+        with replacing(Path(os.path.realpath(path))) as file:
+            file.write(content)
+        return
+    opened = os.dup(streams[0]) if streams else os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    with os.fdopen(opened, "wb") as stream:
+        with suppress(OSError):  # it is no pipe
+            fcntl.fcntl(opened, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for all: the reader may be slow
+        stream.write(content + b"\n")

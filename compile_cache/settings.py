@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -76,24 +76,14 @@ class Settings:
                 f"{PREFIX}STORE={self.store!r}: give a local folder, s3://bucket/prefix, "
                 "gs://bucket/prefix, az://container/prefix or off, without a user, a password or a query"
             )
-        problems += [problem for layer in self.layers if (problem := self._layer_problem(layer))]
+        problems += [f"{PREFIX}LAYERS: {why}" for one in self.layers if (why := layer_problem(one, self.trusted_keys))]
+        if self.report and (self.report.endswith("/") or os.path.isdir(self.report)):
+            problems.append(f"{PREFIX}REPORT={self.report!r} is a folder: give a file's path")
         if problems:
             raise SettingsError("; ".join(problems))
         object.__setattr__(self, "store", _from_here(self.store))
         object.__setattr__(self, "layers", tuple(map(_from_here, self.layers)))
         object.__setattr__(self, "report", self.report and os.path.abspath(self.report))
-
-    def _layer_problem(self, layer: str) -> str | None:
-        scheme, rest = split_url(layer)
-        host = rest.partition("/")[0].rpartition("@")[2]
-        if layer == "off" or not _is_store(layer, LAYER_SCHEMES):
-            return f"{PREFIX}LAYERS: {layer!r} is neither a local folder nor the URL of a store or of a mirror"
-        if scheme == "http" and not self.trusted_keys and not _LOOPBACK.fullmatch(host):
-            return (
-                f"{PREFIX}LAYERS: anybody on the network can change code from {layer!r}, which is executed here. "
-                f"Use https://, or set {PREFIX}TRUSTED_KEYS."
-            )
-        return None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -135,6 +125,20 @@ def split_url(url: str) -> tuple[str, str]:
     """The scheme and the rest of a URL. A local path has the scheme `file`."""
     scheme, separator, rest = url.partition("://")
     return (scheme, rest) if separator else ("file", url)
+
+
+def layer_problem(url: str, trusted_keys: Sequence[str]) -> str:
+    """Why a layer that is read under these keys cannot have this URL; empty if it can."""
+    scheme, rest = split_url(url)
+    host = rest.partition("/")[0].rpartition("@")[2]
+    if url == "off" or not _is_store(url, LAYER_SCHEMES):
+        return f"{url!r} is neither a local folder nor the URL of a store or of a mirror"
+    if scheme == "http" and not trusted_keys and not _LOOPBACK.fullmatch(host):
+        return (
+            f"anybody on the network can change code from {url!r}, which is executed here. "
+            f"Use https://, or set {PREFIX}TRUSTED_KEYS."
+        )
+    return ""
 
 
 def _from_here(url: str) -> str:

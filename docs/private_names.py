@@ -78,6 +78,7 @@ PRIVATE_NAMES = (
         "0.5 to 10 s of a boot on a CPU: torch tests its instructions again",
     ),
     PrivateNames("torch._inductor.compile_fx", "fx_codegen_and_compile", "graphs out of stored files: they are eager"),
+    PrivateNames("torch._inductor.async_compile", "AsyncCompile.pool", "an exit soon after a compile that failed"),
     PrivateNames("torch._inductor.codecache", "PyCodeCache", TUNED_AGAIN),
     PrivateNames("torch._inductor.triton_bundler", "TritonBundler", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", TUNED_AGAIN),

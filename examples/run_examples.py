@@ -127,7 +127,7 @@ def _edits() -> Sequence[Mapping[str, Any]]:
 CASES: dict[str, tuple[Case, ...]] = {
     "embeddings": (
         Case("modernbert", lambda: ({"texts": _TEXTS}, {"texts": _TEXTS[2:]}), vectors, environ=_LENGTHS),
-        Case("e5", lambda: ({"texts": _TEXTS}, {"texts": ["x" * 99] * 9}), vectors, environ=_LENGTHS),
+        Case("e5", lambda: ({"texts": _TEXTS}, {"texts": ["x" * 45] * 9}), vectors, environ=_LENGTHS),
         Case(
             "siglip",
             lambda: ({"images": ["picture 64 80", "picture 30 20"]}, {"texts": ["a lighthouse"]}),

@@ -36,6 +36,12 @@ def alpha_in_the_header() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return weights([f"transformer.{layer}" for layer in LAYERS]), header
 
 
+def dora(layers: list[str], **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """With a magnitude for each row of a weight, or for some layers alone."""
+    magnitudes = {f"{layer}.lora_magnitude_vector": 2.0 * torch.rand(32) for layer in layers}
+    return weights([f"transformer.{layer}" for layer in LAYERS]) | magnitudes | changes
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.manual_seed(0)
@@ -52,12 +58,22 @@ def main() -> None:
     def apart(one: torch.Tensor, other: torch.Tensor) -> float:
         return float((one - other).abs().max())
 
+    def parts() -> list[object]:
+        modules = [(name, type(part), part.training) for name, part in pipe.transformer.named_modules()]
+        return modules + [(name, weight.data_ptr()) for name, weight in pipe.transformer.named_parameters()]
+
     transformer = [f"transformer.{layer}" for layer in LAYERS]
+    nan = {f"{transformer[0]}.lora_A.weight": torch.full((4, 32), float("nan"))}
     with torch.inference_mode():
-        before = draw(plain)
+        before, parts_before = draw(plain), parts()
         for name, (state, header) in {
             "alpha in the header": alpha_in_the_header(),
             "a bias": (weights(transformer, bias=True), None),
+            "a DoRA": (dora(transformer), None),
+            "half a DoRA": (dora(transformer[:1]), None),
+            "a DoRA by another name": (dora([], **{f"{transformer[0]}.dora_scale": torch.ones(32, 1)}), None),
+            "not finite": (dora([], **nan), None),
+            "larger layers": (dora([], **{f"{transformer[0]}.lora_A.weight": torch.ones(4, 48)}), None),
             "another model's": (weights(["unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"]), None),
             "control": (weights(["transformer.x_embedder"]), None),
         }.items():
@@ -72,6 +88,7 @@ def main() -> None:
             except ValueError as error:
                 told[name] = {"refused": str(error)}
             lora.use(None, 1.0)
+            told[name]["is as it was"] = parts() == parts_before
             told[name]["left"] = apart(draw(pipe), before)
     print(json.dumps(told))
 

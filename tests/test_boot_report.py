@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import blocks
 import pytest
 import torch
+from boots import TESTS
 from precompiling import boot, build, only_report, tensor, warm_up, warmed
 from toy_model import ToyModel
 
@@ -128,10 +132,60 @@ def test_json_is_json_even_where_a_region_differs_infinitely_from_eager():
 
 def test_a_report_is_written_whole_into_folders_made_for_it_and_replaced(tmp_path):
     path = tmp_path / "a" / "b" / "report.json"
-    for report in (BootReport(), warm_report()):
-        report.write(path)
+    for report in (BootReport(path=str(path)), replace(warm_report(), path=str(path))):
+        report.save()
         assert path.read_text() == report.to_json()
         assert [file.name for file in path.parent.iterdir()] == ["report.json"]
+
+
+def saved_by_a_process(path: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    """A process that writes a line, saves its long report twice, and writes another line."""
+    program = (
+        "import sys; from compile_cache.lifecycle.boot_report import BootReport; print('before', flush=True);"
+        "report = BootReport(path=sys.argv[1], model_name='x' * 100_000); report.save(); report.save(); print('after')"
+    )
+    return subprocess.run([sys.executable, "-c", program, path], cwd=TESTS.parent, text=True, check=True, **streams)
+
+
+def assert_has_both(text: str) -> None:
+    assert (text.split()[0], text.split()[-1], text.count('"model_name": "x')) == ("before", "after", 2)
+
+
+def test_a_report_goes_through_stdout_and_replaces_neither_a_link_to_it_nor_its_file(tmp_path):
+    link, log = tmp_path / "link", tmp_path / "log"
+    link.symlink_to("/dev/stdout")
+    assert_has_both(saved_by_a_process(str(link), stdout=subprocess.PIPE).stdout)
+    for path in (link, log):
+        with log.open("w") as file:
+            saved_by_a_process(str(path), stdout=file)
+        assert_has_both(log.read_text())
+    assert str(link.readlink()) == "/dev/stdout"
+
+
+def test_a_report_goes_through_a_link_to_a_file_and_through_a_pipe(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "mounted" / "report.json")
+    os.mkfifo(tmp_path / "pipe")
+    with (
+        (tmp_path / "read").open("w") as read,
+        subprocess.Popen(["cat", tmp_path / "pipe"], stdout=read),
+        (tmp_path / "pipe").open("w"),  # once this is open, there is a reader
+    ):
+        for name in ("link", "pipe"):
+            BootReport(path=str(tmp_path / name), model_name="x" * 100_000).save()
+    for name in ("mounted/report.json", "read"):
+        assert json.loads((tmp_path / name).read_text())["model_name"] == "x" * 100_000
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/full", "file/report.json"])
+def test_a_report_that_cannot_be_written_is_an_event_of_its_own_once(tmp_path, name, caplog):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    report = BootReport(path=str(tmp_path / name))
+    for _ in range(3):
+        report.save()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(f"report.failed error=the report is not written to {tmp_path / name}: ")
 
 
 def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():
@@ -147,12 +201,13 @@ def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():
 def test_lines_name_reasons_refused_packs_warnings_and_what_was_loaded_and_made():
     report = warm_report()
     report.counts = CompileCounts(precompiled_loaded=3, precompiled_made=1)
-    report.restore = RestoreReport("failed", "no answer", refused=[RefusedPack("abc.pack", "it is damaged")])
+    refused = [RefusedPack("abc.pack", "it is damaged"), RefusedPack("def.pack", "no answer", is_final=False)]
+    report.restore = RestoreReport("failed", "no answer", refused=refused)
     report.regions[0].settled, report.regions[0].reason = "cold", "2 lookups found nothing"
     report.warnings = ["could not write"]
     lines = report.lines()
     assert lines[0].startswith("restore: failed (no answer), ")
-    assert "refused pack abc.pack: it is damaged" in lines
+    assert {"refused pack abc.pack: it is damaged", "unread pack def.pack: no answer"} <= {*lines}
     assert "precompiled: 3 loaded, 1 made; lookups: 0 hits, 0 misses; anew: 0 kernels, 0 benchmarks" in lines
     assert any(line.startswith("region Block x12: cold (2 lookups found nothing)") for line in lines)
     assert "warning: could not write" in lines

@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 
 import pytest
 from filled_stores import put_pack, put_record
+from machines import Watched
 
+from compile_cache.errors import StoreAccessDenied
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import Environment
 from compile_cache.storage.catalog import Catalog, catalog_of, explain_miss, read_catalog, read_record
@@ -115,6 +117,15 @@ def test_a_record_that_is_none_or_cannot_be_shown_to_people_or_is_too_large_is_n
     digest = hashlib.sha256(content).hexdigest()[:32]
     local.put(f"v2/{digest}/environment.json", content)
     assert read_record(local, read_catalog(local), digest) is None
+
+
+def test_a_record_that_the_store_does_not_give_is_none(tmp_path, local, environment):
+    def fail(*_: object) -> None:
+        raise StoreAccessDenied("403")
+
+    local.put(f"v2/{environment.digest}/environment.json", environment.to_json().encode())
+    assert read_record(local, read_catalog(local), environment.digest) == environment
+    assert read_record(Watched(local.location, read=fail), read_catalog(local), environment.digest) is None
 
 
 # Why nothing was found.

@@ -468,6 +468,13 @@ def test_a_store_that_is_none_or_does_not_answer_is_one_line(run, url, s3_bucket
     assert len(found.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["ls --store", "copy --from", "copy --to", "fill --predictor x:Y --to"])
+def test_a_wrong_url_on_the_command_line_is_not_blamed_on_a_variable(run, command):
+    found = run(*command.split(), "ftp://x")
+    assert (found.code, "COMPILE_CACHE" in found.err) == (1, False)
+    assert found.err.startswith("error: the store on the command line: 'ftp://x' is neither a local folder nor ")
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -169,20 +169,28 @@ def test_the_order_in_which_variables_are_set_does_not_matter():
     [
         ("org/FLUX.1-schnell", "org--FLUX.1-schnell"),
         ("plain", "plain"),
-        ("a b\tc", "a--b--c"),
-        ("../../etc/passwd", "etc--passwd"),
-        *((text, "unnamed") for text in ("..", ".", "", "/", "모델")),
-        (".hidden", "hidden"),
+        ("a b\tc", "a--b--c-[0-9a-f]{12}"),
+        ("../../etc/passwd", "etc--passwd-[0-9a-f]{12}"),
+        *((text, "unnamed-[0-9a-f]{12}") for text in ("..", ".", "", "/", "모델", "\udcff")),
+        (".hidden", "hidden-[0-9a-f]{12}"),
     ],
 )
 def test_a_name_becomes_one_readable_path_segment(text, name):
-    assert object_name(text) == name
+    assert re.fullmatch(name, object_name(text))
 
 
 @given(st.text(max_size=150))
 def test_any_text_becomes_a_safe_path_segment(text):
     name = object_name(text)
     assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name)
+    assert object_name(name) == name
+
+
+@given(st.lists(st.text("aé模/-. \udcff", max_size=6) | st.text("m-", min_size=125, max_size=131), unique=True))
+def test_two_names_share_a_segment_only_if_one_is_the_segment(texts):
+    """`org/name` is stored as `org--name`, and is found by either."""
+    for name in map(object_name, texts):
+        assert len([text for text in texts if object_name(text) == name and text != name]) <= 1
 
 
 def test_a_key_says_where_its_packs_are_and_the_environments_record_is_above(environment):

@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
+import torch
 import yaml
 from boots import run_boot
+from PIL import ExifTags, Image
 from run_examples import CASES, EXAMPLES, main
 from tiny_models import MODELS
 
 from compile_cache.settings import VERSION, Settings
+from models.image.pictures import open_picture
 
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/cog.yaml"))
 CONFIGURATIONS = sorted(EXAMPLES.glob("*/cog*.yaml"))
@@ -71,13 +79,116 @@ def test_a_text_with_more_characters_than_its_tokens_can_have_is_refused(tmp_pat
     assert done.stdout.startswith(f"a text has {most + 1} characters; it may have {most}"), done.stderr
 
 
+def asked(folder: Path, file: str, model: str, requests: list[dict[str, Any]], **environ: str) -> list[str]:
+    """What an example answers, or why it refuses."""
+    if not (folder / model).exists():
+        torch.manual_seed(0)
+        MODELS[model](folder / model)
+    given = {**os.environ, **environ, "MODEL": str(folder / model), "COMPILE_CACHE_SCOPE": "off"}
+    arguments = str(EXAMPLES / file), json.dumps(requests)
+    done = run_boot(given, *arguments, program="example_once", folder=Path(sys.prefix, "lora"))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("own", "lengths", "longest"), [(None, "16", 15), (15, "16,48", 15), (64, "16,48", 47)])
+def test_texts_that_would_be_cut_are_refused(tmp_path, own, lengths, longest):
+    """Two tokens of each begin and end it."""
+    MODELS["e5"](tmp_path / "e5")
+    if own is not None:
+        (tmp_path / "e5" / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": own}))
+    requests = [{"texts": texts} for texts in ([], ["x" * (longest - 2)], ["x", "x" * (longest - 1)])]
+    none, whole, long = asked(tmp_path, "embeddings/predict.py", "e5", requests, LENGTHS=lengths, BATCHES="2")
+    assert none.startswith("refused: texts is empty")
+    assert whole == "answered"
+    assert long == f"refused: text 1 has {longest + 1} tokens, and this server reads {longest}"
+
+
+def test_texts_beside_pictures_that_would_be_cut_are_refused(tmp_path):
+    requests = [{}, {"texts": ["x" * 16]}, {"texts": ["x", "x" * 17]}]
+    none, whole, long = asked(tmp_path, "embeddings/pictures.py", "siglip", requests, BATCHES="2")
+    assert [answer.partition(":")[0] for answer in (none, whole, long)] == ["refused", "answered", "refused"]
+
+
+def turned() -> Image.Image:
+    picture = Image.linear_gradient("L").resize((8, 4)).convert("RGB")
+    picture.putpixel((0, 0), (255, 0, 0))
+    return picture
+
+
+ON_ITS_SIDE = Image.Exif()
+ON_ITS_SIDE[ExifTags.Base.Orientation] = 6
+PICTURES: dict[str, Callable[[Path], Any]] = {
+    "turned.jpg": lambda file: turned().save(file, exif=ON_ITS_SIDE),
+    "hidden.png": lambda file: Image.new("RGBA", (8, 4), (255, 0, 0, 0)).save(file),
+    "half.webp": lambda file: Image.new("RGBA", (8, 4), (255, 0, 0, 128)).save(file, lossless=True),
+    "palette.gif": lambda file: turned().quantize(4).save(file, transparency=0),
+    "grey.png": lambda file: turned().convert("LA").save(file),
+    "printed.jpg": lambda file: turned().convert("CMYK").save(file),
+    "bits.png": lambda file: turned().convert("1").save(file),
+    "16 bits.png": lambda file: Image.new("I;16", (8, 4), 40_000).save(file),
+    "floats.tiff": lambda file: Image.new("F", (8, 4), 0.5).save(file),
+    "text.png": lambda file: file.write_text("a text"),
+    "cut.png": lambda file: (turned().save(file), file.write_bytes(file.read_bytes()[:-30])),
+    "large.png": lambda file: Image.new("1", (10_000, 5_001)).save(file),
+    "icon.ico": lambda file: turned().save(file),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_examples_read_pictures_as_the_predictor_of_this_project_does(tmp_path, name, monkeypatch):
+    found = [file.read_text() for file in EXAMPLES.glob("*/picture_files.py")]
+    assert found == found[:1] * 3
+    monkeypatch.syspath_prepend(EXAMPLES / "edit")
+    read, file = import_module("picture_files").read_picture, tmp_path / name
+    PICTURES[name](file)
+    try:
+        right = open_picture(str(file), "white")
+    except ValueError:
+        with pytest.raises(ValueError, match="picture"):
+            read(file)
+    else:
+        assert (read(file).size, read(file).tobytes()) == (right.size, right.tobytes())
+
+
+@pytest.mark.parametrize("sample", ["nan", "inf", "1e38", "-1e38", ""])
+def test_a_recording_without_sound_is_refused(tmp_path, monkeypatch, sample):
+    monkeypatch.syspath_prepend(EXAMPLES / "speech")
+    read, file = import_module("sound").read, tmp_path / "recording.wav"
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 3, 1, 16000, 64000, 4, 32)  # floats of 32 bits, one channel
+    for samples in ([1.5, -3e4], [0.0, float(sample)] if sample else []):
+        numbers = numpy.array(samples * 800, "f4").tobytes()
+        body = b"WAVE" + form + struct.pack("<4sI", b"data", len(numbers)) + numbers
+        file.write_bytes(struct.pack("<4sI", b"RIFF", len(body)) + body)
+        if 1.5 in samples:
+            assert read(file, 16000).shape == (1600,)
+    with pytest.raises(ValueError, match="the file"):
+        read(file, 16000)
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "environ"),
+    [("video/predict.py", "ltx", {"VIDEOS": "64x64x9"}), ("flux-lora/predict.py", "flux", {"PIXELS": "128"})],
+)
+def test_a_result_that_is_not_finite_is_an_error(tmp_path, file, model, environ):
+    """And 1.0 is an integer, as by Cog's schema."""
+    few = {"prompt": "an otter", "num_inference_steps": 2.0, "seed": 1.0}
+    black, drawn = asked(tmp_path, file, model, [{**few, "guidance_scale": 1e38}, few], **environ)
+    assert "numbers that are not finite" in black
+    assert drawn == "answered"
+
+
 def test_a_merged_lora_is_diffusers_own_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "flux-lora")
     done = run_boot(os.environ, str(tmp_path), program="fused_loras", folder=Path(sys.prefix, "lora"))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    for name in ("alpha in the header", "a bias"):
+    for name in ("alpha in the header", "a bias", "a DoRA"):
         assert told[name]["from diffusers"] < 1e-4 < 1e-3 < told[name]["from none"], told
     assert "for another pipeline" in told["another model's"]["refused"]
     assert "control" in told["control"]["refused"]
+    assert "not finite" in told["not finite"]["refused"]
+    assert "layers of other sizes" in told["larger layers"]["refused"]
+    assert {"refused" in told[name] for name in ("half a DoRA", "a DoRA by another name")} == {True}
+    assert {each["is as it was"] for each in told.values()} == {True}
     assert {each["left"] for each in told.values()} == {0.0}

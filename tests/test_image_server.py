@@ -131,6 +131,13 @@ def test_output_format_is_the_one_asked_for(server, inputs, file_format):
     assert picture(server.predict(**{**PICTURE, **inputs})).format == file_format
 
 
+def test_integers_may_be_written_with_a_point(server):
+    """By Cog's schema, 7.0 is one."""
+    given = {**OTHER_SIZE, "num_outputs": 2, "output_format": "webp", "output_quality": 70}
+    with_points = {name: float(value) if type(value) is int else value for name, value in given.items()}
+    assert files(server.predict(**with_points)) == files(server.predict(**given))
+
+
 def test_several_outputs_count_up_from_the_seed(server, drawn):
     one, two = files(server.predict(**PICTURE, num_outputs=2))
     assert one == files(drawn)[0]

@@ -83,8 +83,8 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
 
     def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s=60.0, begin=True) -> Started:
         machine = Machine.at(tmp_path / "cache", store, key, environment)
-        report, written = BootReport(), tmp_path / "report.json"
-        settings = Settings(exit_budget_s=exit_budget_s, report=str(written))
+        written = tmp_path / "report.json"
+        report, settings = BootReport(path=str(written)), Settings(exit_budget_s=exit_budget_s)
         if compiler is not None:
             compiler.publishable = machine.directory.publishable
         publisher = Publisher(machine.publication, report, settings, compiler)
@@ -230,6 +230,15 @@ def test_a_store_that_failed_is_tried_again(tmp_path, start, monkeypatch):
     wait_for(lambda: started.report.packs == 1)
     assert len(started.report.failures) == 1, "the same failure is one line, however often it happens"
     assert restored(tmp_path, started) == FILES
+
+
+def test_a_report_that_cannot_be_written_is_no_failure_of_publishing(local, tmp_path, start, caplog):
+    (tmp_path / "report.json").mkdir()
+    started = start(local)
+    assert started.publisher.wait(PATIENCE_S)
+    started.publisher.flush()
+    told = [record.message.partition(" ")[0] for record in caplog.records if "failed" in record.message]
+    assert (told, started.report.failures) == (["report.failed"], [])
 
 
 def test_a_store_that_fails_at_the_exit_too_is_reported_once(tmp_path, start):

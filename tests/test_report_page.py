@@ -146,7 +146,7 @@ def test_whatever_a_report_says_is_text(run, page, tmp_path):
 
 def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_is_counted(run, page, tmp_path):
     spans = [Span("second process", "Block 4x16", 2.0, 20.0), Span("publish", "put", 900.0, 1.0)]
-    BootReport(ready_s=4.0, spans=spans).write(tmp_path / "report.json")
+    BootReport(ready_s=4.0, spans=spans, path=str(tmp_path / "report.json")).save()
     run(tmp_path / "report.json")
     assert "Block 4x16\n\N{NO-BREAK SPACE}20.0 s" in page().text
     assert "Later work that is not drawn: 1 span." in page().text
@@ -162,7 +162,7 @@ def test_a_second_process_is_drawn_long_after_ready_and_work_that_is_not_drawn_i
     ],
 )
 def test_the_page_says_in_a_sentence_how_a_boot_went(run, page, tmp_path, regions, said):
-    BootReport(scope="regional", ready_s=1.0, regions=regions).write(tmp_path / "report.json")
+    BootReport(scope="regional", ready_s=1.0, regions=regions, path=str(tmp_path / "report.json")).save()
     run(tmp_path / "report.json")
     assert said in page().text
 

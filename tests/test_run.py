@@ -211,6 +211,11 @@ def test_what_the_exit_budget_is_too_short_for_is_one_line(marked, aws_variables
     assert "COMPILE_CACHE_EXIT_BUDGET_S=1 is over" in done.stderr
 
 
+def test_a_second_also_is_a_usage_error(marked):
+    done = run(marked, "--also", "one", "--also", "two", *python(""))
+    assert (done.returncode, done.stderr) == (2, "error: give --also once, for one folder\n")
+
+
 def test_arguments_and_stdin_reach_the_command_unchanged(marked):
     source = "import sys; print(sys.argv[1:], sys.stdin.read())"
     given = command(*python(source), "--also", "x", "--", "-v", "--help")

@@ -68,6 +68,7 @@ BAD = [
     ("DIR", "some/folder", "absolute path that is the same in every container"),
     *(("DIR", f"/tmp/my{character}cache", "Give a path without them") for character in " \t\n'\"\\"),
     *(("STORE", url, "give a local folder") for url in ("ftp://a/b", "https://a/b", "s3://", "s3:/bucket", "gs:///b")),
+    *(("REPORT", path, "is a folder: give a file's path") for path in ("/tmp", "/nowhere/")),
     *(
         ("LAYERS", url, "neither a local folder nor the URL")
         for url in ("ftp://a/b", "https://", "https://a/#b", "off")

@@ -144,6 +144,12 @@ def test_what_does_not_fit_is_refused_and_the_limit_named(server):
         assert "30000000 characters; it may have 320 (64 tokens" in server.predict(**inputs)["error"]
 
 
+def test_integers_may_be_written_with_a_point(server, rambling):
+    """By Cog's schema, 4.0 is one."""
+    assert text(server.predict(**{**RAMBLING, "seed": 4.0})) == rambling
+    assert text(server.predict(prompt="23+45=", max_new_tokens=1.0, top_k=3.0, seed=1.0, temperature=0)) == "6"
+
+
 def test_a_stop_sequence_ends_the_answer(server):
     assert text(server.predict(prompt="23+45=", stop_sequences=["8"])) == "6"
 

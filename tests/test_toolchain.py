@@ -12,11 +12,14 @@ import sys
 import types
 
 import pytest
+import torch
 from boots import TESTS, settings
 from marked_processes import wait_for
 from programs import run_program
+from torch import nn
 
 from compile_cache.inductor import toolchain
+from compile_cache.inductor.make import Graphs, make
 from compile_cache.storage.directory import CacheDirectory
 
 # Not the one of conftest.py, which compiles nothing twice.
@@ -88,6 +91,29 @@ def test_a_compiler_that_is_killed_with_its_second_process_leaves_nothing(tmp_pa
     CacheDirectory.claim(tmp_path / "cache")
     left = [*beside.iterdir(), *(path for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))]
     assert left == []
+
+
+class Kernels(nn.Module):
+    """A graph of three C++ kernels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cos(torch.mm(torch.sin(torch.mm(torch.tanh(x), x)), x))
+
+
+def test_after_an_error_no_compiler_works_on(tmp_path, directory):
+    """Else an exit waits for it before it calls any hook."""
+    script, made = tmp_path / "g++", tmp_path / "made"
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *-shared*) ;; *) exec {COMPILER} "$@";; esac\n'
+        f"mkdir {tmp_path}/failed && exit 1\necho begun >> {made}; sleep 1; echo ended >> {made}; exit 1\n"
+    )
+    script.chmod(0o755)
+    call = Kernels(), (torch.ones(8, 8),), {}
+    options = torch._inductor.config.patch({"cpp.cxx": (str(script),), "compile_threads": 2})
+    with options, pytest.raises(Exception, match="C\\+\\+ compile error"):
+        make(None, Graphs("Kernels", "default", False), lambda: call)
+    lines = made.read_text().split()
+    assert lines.count("begun") == lines.count("ended") > 0
 
 
 @pytest.fixture

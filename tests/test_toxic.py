@@ -200,6 +200,7 @@ def test_a_pack_that_cannot_be_read_costs_itself_and_only_this_boot(host, packs,
     assert restored.report.outcome == "hit"
     assert restored.files == others
     assert restored.refused == {bad: False}
+    assert [line.split()[:3] for line in restored.report.lines()[1:]] == [["unread", "pack", f"{bad}:"]]
     assert_full_hit(host.boot())
 
 

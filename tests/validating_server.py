@@ -16,7 +16,7 @@ SCHEMAS = {"predict.py:Predictor": _FOLDER / "image.json", "predict.py:TextPredi
 
 # The lines of a boot's report, an event with its fields, and what a model says of its pipeline.
 _OURS = re.compile(
-    r"(restore|layer left out|warning|precompiled): |refused pack |region |ready after "
+    r"(restore|layer left out|warning|precompiled): |(refused|unread) pack |region |ready after "
     r"|[a-z_]+\.[a-z_]+ [a-z_]+=|\w+Pipeline ignores "
 )
 # torch 2.11 says so where its build for CUDA runs without a GPU, as in no image that is served.

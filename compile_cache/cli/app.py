@@ -20,7 +20,7 @@ from compile_cache.cli.report_page import write_report
 from compile_cache.errors import CompileCacheError, SettingsError, StoreError
 from compile_cache.key.cache_key import CacheKey, object_name
 from compile_cache.lifecycle.restore import plan_restore
-from compile_cache.settings import STORE_SCHEMES, Settings, split_url
+from compile_cache.settings import STORE_SCHEMES, Settings, layer_problem, split_url
 from compile_cache.storage.catalog import Catalog, Version, read_catalog, read_record
 from compile_cache.storage.copy import copy_versions
 from compile_cache.storage.pack.signing import generate_keys
@@ -96,10 +96,11 @@ def _open(store: str | None) -> tuple[Settings, LayeredStore]:
         SettingsError: a setting is wrong, or no store is set.
     """
     settings = Settings.from_env(os.environ)
-    if store is not None and split_url(store)[0] in STORE_SCHEMES:
-        settings = replace(settings, store=store, layers=())
-    elif store is not None:
-        settings = replace(settings, store="off", layers=(store,))
+    if store is not None:
+        if problem := layer_problem(store, settings.trusted_keys):
+            raise SettingsError(f"the store on the command line: {problem}")
+        is_written = split_url(store)[0] in STORE_SCHEMES
+        settings = replace(settings, store=store if is_written else "off", layers=() if is_written else (store,))
     if settings.store == "off" and not settings.layers:
         raise SettingsError("there is no store: set COMPILE_CACHE_STORE, or give one on the command line")
     return settings, open_stores(settings)
@@ -368,7 +369,7 @@ def fill(
 def run(
     name: Annotated[str, Argument(metavar="NAME", help="A name for the program, in the store.")],
     command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="The command and its arguments.")],
-    also: Annotated[Path | None, Option(metavar="FOLDER", help="The program's own cache folder.")] = None,
+    also: Annotated[list[Path] | None, Option(metavar="FOLDER", help="The program's own cache folder.")] = None,
 ) -> None:
     """Run any program that uses `torch.compile` with a cache: ComfyUI, a training job, a notebook, an engine.
 
@@ -393,9 +394,12 @@ def run(
     """
     from compile_cache.lifecycle.run import run_program
 
+    if also and len(also) > 1:
+        out.print_note("error: give --also once, for one folder")
+        raise Exit(2)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("compile_cache").setLevel(logging.INFO)
-    code = run_program(name, command, also and also.absolute())
+    code = run_program(name, command, also[0].absolute() if also else None)
     try:
         sys.stderr.flush()
     except OSError:  # its reader is gone; Python would end with 120

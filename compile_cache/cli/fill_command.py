@@ -23,7 +23,7 @@ from compile_cache.key.cache_key import CacheKey
 from compile_cache.lifecycle.boot import observed_boots
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.serving.region_report import RegionReport
-from compile_cache.settings import PREFIX, Settings
+from compile_cache.settings import PREFIX, Settings, layer_problem
 from compile_cache.storage.catalog import read_catalog, read_record
 from compile_cache.storage.rules import PackState, Rules, verify_packs
 from compile_cache.storage.stores.base import open_url
@@ -91,6 +91,8 @@ def _prepare(environ: MutableMapping[str, str], to: str | None) -> Settings:
     """
     environ.update({PREFIX + name: value for name, value in _VARIABLES.items()})
     if to is not None:
+        if problem := layer_problem(to, ()):
+            raise SettingsError(f"the store on the command line: {problem}")
         environ[f"{PREFIX}STORE"] = to
     settings = Settings.from_env(environ)
     if not settings.enabled:

@@ -97,6 +97,21 @@ class Answer:
         return self.path.endswith(SUFFIX)
 
 
+@contextlib.contextmanager
+def _ending_compilers() -> Iterator[None]:
+    """After an error, wait for the C++ compilers that torch has left at work. They would write among the files of later
+    calls, and an exit waits for them before its first hook."""
+    try:
+        yield
+    except Exception:
+        pools: Any = importlib.import_module("torch._inductor.async_compile").AsyncCompile
+        if pools.pool.cache_info().currsize:
+            pool = pools.pool()
+            pools.pool.cache_clear()  # other threads' compiles get a new one
+            pool.shutdown()
+        raise
+
+
 class Graphs:
     """The calls of one class that `torch.compile` compiled in this process."""
 
@@ -149,6 +164,7 @@ class Graph:
         """Serve a call by a graph that exists. Raises as `Graphs.run` does."""
         return self.graphs.run(self.is_whole, (module, args, kwargs), compiles=False)
 
+    @_ending_compilers()
     def try_out(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
         adding = self.adding()
@@ -156,6 +172,7 @@ class Graph:
             return self.graphs.run(self.is_whole, (module, args, kwargs), compiles=bool(adding))
 
 
+@_ending_compilers()
 def make(
     artifacts: Artifacts | None,
     graphs: Graphs,

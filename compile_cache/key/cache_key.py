@@ -5,6 +5,7 @@ Boots and `compile-cache explain` make it from the settings, the model's files a
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,5 +58,9 @@ def key_for(settings: Settings, environment: Environment, model: str, sources: S
 
 
 def object_name(text: str) -> str:
-    """`text` as one path segment of an object's name: never empty, `.` or `..`."""
-    return _NOT_A_NAME.sub("--", text).strip(".-")[:128] or "unnamed"
+    """`text` as one path segment of an object's name: never empty, `.` or `..`. If that changes more than slashes, a
+    digest keeps texts apart. A segment is its own name."""
+    name = _NOT_A_NAME.sub("--", text).strip(".-")
+    is_whole = 0 < len(name) <= 128 and text in (name, name.replace("--", "/"))
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
+    return name if is_whole else f"{name[:115] or 'unnamed'}-{digest}"

@@ -94,7 +94,7 @@ class Boot:
     ) -> None:
         self._started = time.perf_counter()
         self._timeline = Timeline()
-        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode)
+        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode, path=settings.report)
         self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
         self._settings = settings
         self._directory: CacheDirectory | None = None
@@ -382,9 +382,7 @@ class Boot:
             self.report.process_s = process_age_s()
         for line in self.report.lines():
             log.info(line)
-        if self._settings.report is not None:
-            with self._degrading(f"write the boot report to {self._settings.report}"):
-                self.report.write(Path(self._settings.report))
+        self.report.save()
 
     def _count(self) -> None:
         counts = self.counts()

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compile_cache.errors import RefusedPack
-from compile_cache.files import replacing
+from compile_cache.errors import RefusedPack, log
+from compile_cache.files import write_through
 from compile_cache.inductor.counters import CompileCounts
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.timeline import Span
@@ -50,7 +50,7 @@ class RestoreReport:
             f"restore: {self.outcome}{seeded}{f' ({self.reason})' if self.reason else ''}, "
             f"{self.files} files, {self.stored_bytes / 1e6:.1f} MB{times}",
             *(f"layer left out: {problem}" for problem in self.problems),
-            *(f"refused pack {pack.name}: {pack.reason}" for pack in self.refused),
+            *(f"{('unread', 'refused')[pack.is_final]} pack {pack.name}: {pack.reason}" for pack in self.refused),
         ]
 
 
@@ -67,7 +67,7 @@ class PublishReport:
 
 @dataclass(slots=True)
 class BootReport:
-    """The report of one boot. All times are wall-clock seconds.
+    """The report of one boot, and the `path` where it is saved, if any. All times are wall-clock seconds.
 
     `phases` has the caller's phases (import, weights), the wait for the restore (`join`), `compile_setup`, and
     `warm_up`, in which regions compile. `ready_s` counts from the start of the boot, `process_s` from the start of the
@@ -92,6 +92,7 @@ class BootReport:
     warnings: list[str] = field(default_factory=list)
     started_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    path: str | None = None
 
     @property
     def compile_s(self) -> float:
@@ -127,14 +128,17 @@ class BootReport:
                 told["relative_error"] = "Infinity"
         return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
 
-    def write(self, path: Path) -> None:
-        """Write the JSON atomically: a reader sees this report or the one before.
-
-        Raises:
-            OSError: the folder cannot be made or written.
-        """
-        with replacing(path) as file:
-            file.write(self.to_json().encode())
+    def save(self) -> None:
+        """Write the JSON to `path`: a reader of the file sees this report or the one before. A failure costs only the
+        file, and each cause is logged once."""
+        try:
+            if self.path is not None:
+                write_through(Path(self.path), self.to_json().encode())
+        except Exception as error:
+            cause = f"the report is not written to {self.path}: {getattr(error, 'strerror', None) or repr(error)}"
+            if cause not in self.warnings:
+                self.warnings.append(cause)
+                log.warning("report.failed error=%s", cause)
 
     def lines(self) -> list[str]:
         """The main figures for a setup log."""

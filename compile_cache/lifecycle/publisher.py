@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable, log
@@ -49,7 +48,7 @@ class Publisher:
     """Publishes what `directory.publishable` has ready, for one boot or one program. `start` begins at READY and
     registers the exit hook. `regions` hands over the files that no case made.
 
-    Each attempt updates and writes `report`.
+    Each attempt updates and saves `report`.
     """
 
     def __init__(
@@ -149,25 +148,20 @@ class Publisher:
         log.info("publish.merged packs=%d", merged)
 
     def _attempt(self, step: Callable[[], None], is_upkeep: bool = False) -> bool:
-        """Do `step`, and write the report. A failure costs only the step, and is reported, unless the step is
-        upkeep."""
-        failure = self._failure_of(step, logging.INFO if is_upkeep else logging.WARNING)
-        if failure and not is_upkeep and self._report.failures[-1:] != [failure]:
-            self._report.failures.append(failure)
-        if self._settings.report is not None:
-            path = Path(self._settings.report)
-            self._failure_of(lambda: self._boot_report.write(path), logging.WARNING)
-        return failure is None
-
-    def _failure_of(self, step: Callable[[], None], level: int) -> str | None:
-        """Do `step`; its failure in words. This is the border of the thread, which must outlive every failure."""
+        """Do `step`, and save the report. A failure costs only the step, and is reported, unless the step is
+        upkeep. This is the border of the thread, which must outlive every failure."""
         try:
             step()
         except Exception as error:
             unknown = None if isinstance(error, CompileCacheError | OSError) else error
+            level = logging.INFO if is_upkeep else logging.WARNING
             log.log(level if unknown is None else logging.WARNING, "publish.failed error=%s", error, exc_info=unknown)
-            return str(error)
-        return None
+            if not is_upkeep and self._report.failures[-1:] != [str(error)]:
+                self._report.failures.append(str(error))
+            return False
+        finally:
+            self._boot_report.save()
+        return True
 
     def _stage(self) -> None:
         self._staged, self._staged_files = [], None  # staging empties the outbox first; after a failure it is due again

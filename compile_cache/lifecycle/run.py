@@ -82,7 +82,7 @@ class Program:
 
     def __init__(self, name: str, path: str, also: Path | None, environ: dict[str, str]) -> None:
         settings, started = Settings.from_env(environ), time.monotonic()
-        settings = replace(settings, model_name=name, model_version=settings.model_version or "any", report=None)
+        settings = replace(settings, model_name=name, model_version=settings.model_version or "any")
         self._directory = directory = CacheDirectory.claim(Path(settings.dir))
         found = _environment_of(path, str(directory.path), f"run also={also or ''}")
         restore = Restore(settings, directory, name, (), dict(environ), found)

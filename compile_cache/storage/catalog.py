@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass, field
 
 import msgspec
 
+from compile_cache.errors import StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.key.environment import FORMAT_VERSION, Environment
 from compile_cache.storage.pack.format import PACK_NAME
@@ -97,7 +98,7 @@ def explain_miss(store: ReadableStore, key: CacheKey, environment: Environment) 
     Lists the whole store: one request per 1,000 objects.
 
     Raises:
-        StoreError: the store cannot be listed or read.
+        StoreError: the store cannot be listed.
     """
     catalog = read_catalog(store)
     same_model = [v for v in catalog.versions if v.packs and v.key.model_name == key.model_name]
@@ -117,18 +118,13 @@ def explain_miss(store: ReadableStore, key: CacheKey, environment: Environment) 
 
 
 def read_record(store: ReadableStore, catalog: Catalog, digest: str) -> Environment | None:
-    """The record of an environment; None if there is no readable one. It only informs, and is never trusted.
-
-    Raises:
-        StoreError: the store does not answer.
-    """
+    """The record of an environment; None if there is none that can be read. It only informs, and is never trusted."""
     entry = catalog.records.get(digest)
     if entry is None:
         return None
-    content = store.read(entry.name, 0, _MOST_RECORD_BYTES)
     try:
-        record = msgspec.json.decode(content, type=Environment)
-    except (msgspec.DecodeError, RecursionError):
+        record = msgspec.json.decode(store.read(entry.name, 0, _MOST_RECORD_BYTES), type=Environment)
+    except (StoreError, msgspec.DecodeError, RecursionError):
         return None
     # Without escape codes and line ends.
     is_clean = "".join([*record.variables, *map(str, astuple(record))]).isprintable()

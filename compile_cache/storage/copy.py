@@ -36,7 +36,7 @@ def copy_versions(
     refused; the next copy has what it was merged into.
 
     Raises:
-        StoreError: a store cannot be listed, a record cannot be read, or `target` cannot be written.
+        StoreError: a store cannot be listed, or `target` cannot be written.
         OSError: the temporary folder cannot be written.
     """
     copied = Copied()
@@ -60,7 +60,7 @@ def copy_versions(
         record = catalog.records[digest]
         if (record.name, record.size_bytes) not in there:
             found = read_record(source, catalog, digest)
-            if found is not None:  # else it is forged
+            if found is not None:  # else it is forged, or cannot be read
                 target.put(record.name, found.to_json().encode())
     return copied
 

@@ -6,8 +6,11 @@ import random
 from typing import Optional
 
 import compile_cache  # before torch
+import numpy
 from cog import BaseRunner, Input, Path
 from PIL import Image, ImageOps
+
+from picture_files import read_picture
 
 MODEL = os.environ.get("MODEL", "black-forest-labs/FLUX.1-Kontext-dev")
 # Pictures are cut to the shape of one of these. Each has code of its own.
@@ -37,21 +40,26 @@ class Predictor(BaseRunner):
         width, height = min(SIZES, key=lambda size: abs(math.log(size[0] / size[1] / shape)))
         inputs |= {"image": ImageOps.fit(picture, (width, height)), "width": width, "height": height}
         inputs |= {"max_area": width * height} if self.is_kontext else {"negative_prompt": " "}
-        return self.pipe(prompt=prompt, **inputs).images[0]
+        pixels = self.pipe(prompt=prompt, output_type="np", **inputs).images[0]
+        if not numpy.isfinite(pixels).all():
+            raise ValueError("the edited picture has numbers that are not finite")
+        return Image.fromarray((pixels * 255).round().astype("uint8"))
 
     def run(
         self,
         image: Path = Input(description="The picture to change; its sides are cut to fit"),
         prompt: str = Input(description="What to change"),
         num_inference_steps: int = Input(description="Denoising steps", default=28, ge=2, le=100),
-        seed: Optional[int] = Input(description="The same seed makes the same picture", default=None),
+        seed: Optional[int] = Input(
+            description="The same seed makes the same picture", default=None, ge=0, le=4294967295
+        ),
     ) -> Path:
-        picture = ImageOps.exif_transpose(Image.open(str(image))).convert("RGB")
-        seed = random.getrandbits(32) if seed is None else seed
+        picture = read_picture(image)
+        seed = random.getrandbits(32) if seed is None else int(seed)  # by Cog's schema, 1.0 is an integer too
         print(f"seed: {seed}")
         noise = self.noise.manual_seed(seed)
         with self.boot.prediction() as prediction:
-            edited = self.edit(picture, prompt, num_inference_steps=num_inference_steps, generator=noise)
+            edited = self.edit(picture, prompt, num_inference_steps=int(num_inference_steps), generator=noise)
         for name, value in prediction.metrics().items():
             self.record_metric(name, value)
         edited.save("/tmp/edited.png")

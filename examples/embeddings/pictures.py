@@ -7,6 +7,8 @@ import compile_cache  # before torch
 from cog import BaseRunner, Input, Path
 from PIL import Image
 
+from picture_files import read_picture
+
 MODEL = os.environ.get("MODEL", "google/siglip-so400m-patch14-384")
 BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,8,32").split(",")]  # padded to, and compiled
 
@@ -36,9 +38,14 @@ class Predictor(BaseRunner):
         texts: list[str] = Input(description="Texts to embed, in lower case", default=[]),
     ) -> list[str]:
         """The vector of each picture, then of each text: float32 as base64."""
+        if not (images or texts):
+            raise ValueError("images and texts are empty: give one at least")
         if (longest := max(map(len, texts), default=0)) > self.most_characters:
             raise ValueError(f"a text has {longest} characters; it may have {self.most_characters}")
-        pictures = [Image.open(path).convert("RGB") for path in images]
+        pictures = [read_picture(path) for path in images]
+        longest = self.model.config.text_config.max_position_embeddings
+        if any(len(self.tokenizer(text)["input_ids"]) > longest for text in texts):
+            raise ValueError(f"a text has more tokens than this model reads, {longest}; shorten it")
         with self.boot.prediction() as prediction:
             vectors = [vector for batch in batches(pictures) + batches(texts) for vector in self.embed(batch)]
         for name, value in prediction.metrics().items():
@@ -54,7 +61,7 @@ class Predictor(BaseRunner):
         with torch.inference_mode():
             if isinstance(batch[0], str):
                 length = self.model.config.text_config.max_position_embeddings  # trained with no other
-                tokens = self.tokenizer(filled, padding="max_length", max_length=length, truncation=True)
+                tokens = self.tokenizer(filled, padding="max_length", max_length=length)
                 found = self.model.get_text_features(torch.tensor(tokens["input_ids"], device=device))
             else:
                 pixels = self.processor(filled, return_tensors="pt")["pixel_values"]

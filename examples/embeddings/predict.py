@@ -31,17 +31,22 @@ class Predictor(BaseRunner):
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.most_characters = LENGTHS[-1] * max(map(len, self.tokenizer.get_vocab()))
             self.has_mean, self.has_norm = pooling(folder)
+            self.longest = min(LENGTHS[-1] - 1, own_length(folder) or self.tokenizer.model_max_length)
             self.boot.compile(self.model)
             self.boot.warm_up(lambda: [self.embed([[0] * (n - 1)] * size) for n in LENGTHS for size in BATCHES])
 
     def run(self, texts: list[str] = Input(description="Texts, with the prefix that the model wants")) -> list[str]:
         """The vector of each text: float32 as base64."""
-        if (longest := max(map(len, texts), default=0)) > self.most_characters:
+        if not texts:
+            raise ValueError("texts is empty: give one text at least")
+        if (longest := max(map(len, texts))) > self.most_characters:
             raise ValueError(f"a text has {longest} characters; it may have {self.most_characters} (LENGTHS)")
         tokens = []
         for start in range(0, len(texts), BATCHES[-1]):  # not all at once: each character takes 200 bytes
-            part = texts[start : start + BATCHES[-1]]
-            tokens += self.tokenizer(part, truncation=True, max_length=LENGTHS[-1] - 1)["input_ids"]
+            tokens += self.tokenizer(texts[start : start + BATCHES[-1]])["input_ids"]
+        for number, found in enumerate(tokens):
+            if len(found) > self.longest:
+                raise ValueError(f"text {number} has {len(found)} tokens, and this server reads {self.longest}")
         order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))  # so that little is padded
         with self.boot.prediction() as prediction:
             batches = [order[start : start + BATCHES[-1]] for start in range(0, len(order), BATCHES[-1])]
@@ -67,6 +72,12 @@ class Predictor(BaseRunner):
             mask = mask.unsqueeze(-1)
             vectors = (states * mask).sum(1) / mask.sum(1) if self.has_mean else states[:, 0]
             return (torch.nn.functional.normalize(vectors) if self.has_norm else vectors)[: len(batch)]
+
+
+def own_length(folder: Folder) -> int | None:
+    """The most tokens of a text, if the model's files say it."""
+    file = folder / "sentence_bert_config.json"
+    return json.loads(file.read_text()).get("max_seq_length") if file.exists() else None
 
 
 def pooling(folder: Folder) -> tuple[bool, bool]:

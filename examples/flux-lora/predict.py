@@ -5,9 +5,11 @@ import random
 from typing import Optional
 
 import compile_cache  # before torch
+import numpy
 import torch
 from cog import BasePredictor, Input, Path
 from diffusers import FluxPipeline
+from PIL import Image
 
 import fused
 
@@ -44,18 +46,23 @@ class Predictor(BasePredictor):
         aspect_ratio: str = Input(description="Width to height", default="1:1", choices=list(SIZES.keys())),
         num_inference_steps: int = Input(description="Denoising steps", default=28, ge=1, le=50),
         guidance_scale: float = Input(description="How closely to follow the prompt", default=3.5, ge=0, le=10),
-        seed: Optional[int] = Input(description="The same seed draws the same picture", default=None),
+        seed: Optional[int] = Input(
+            description="The same seed draws the same picture", default=None, ge=0, le=4294967295
+        ),
     ) -> Path:
         """Draw a picture."""
-        seed = random.getrandbits(32) if seed is None else seed
+        seed = random.getrandbits(32) if seed is None else int(seed)  # by Cog's schema, 1.0 is an integer too
         print(f"seed: {seed}")
         noise = torch.Generator("cpu").manual_seed(seed)
         width, height = (round(PIXELS * part) for part in SIZES[aspect_ratio])
         with torch.inference_mode(), self.boot.prediction() as prediction:
             self.lora.use(lora, lora_scale)
-            inputs = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
-            image = self.pipe(prompt, width=width, height=height, generator=noise, **inputs).images[0]
+            inputs = {"num_inference_steps": int(num_inference_steps), "guidance_scale": guidance_scale}
+            inputs |= {"width": width, "height": height, "generator": noise, "output_type": "np"}
+            pixels = self.pipe(prompt, **inputs).images[0]
+        if not numpy.isfinite(pixels).all():
+            raise ValueError("the picture has numbers that are not finite; lower guidance_scale or lora_scale")
         for name, value in prediction.metrics().items():
             self.record_metric(name, value)
-        image.save("/tmp/output.png")
+        Image.fromarray((pixels * 255).round().astype("uint8")).save("/tmp/output.png")
         return Path("/tmp/output.png")

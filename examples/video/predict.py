@@ -8,6 +8,7 @@ import compile_cache  # before torch
 from cog import BaseRunner, Input, Path
 from PIL import Image, ImageOps
 
+from picture_files import read_picture
 from videos import read_videos, rounded, tell, write_mp4
 
 MODEL = os.environ.get("MODEL", "Lightricks/LTX-Video")
@@ -57,15 +58,15 @@ class Predictor(BaseRunner):
         height: Optional[int] = Input(description="In pixels, rounded to 32", default=None, ge=64, le=2048),
         num_frames: Optional[int] = Input(description="LTX-Video: 8k + 1, Wan: 4k + 1", default=None, ge=1, le=1001),
         num_inference_steps: int = Input(description="Denoising steps", default=40, ge=2, le=100),
-        guidance_scale: float = Input(description="Above 1, how closely to follow the prompt", default=5.0, ge=1),
+        guidance_scale: float = Input(description="Above 1: how close to the prompt", default=5.0, ge=1, le=50),
         crf: int = Input(description="How much x264 may lose; browsers refuse 0", default=18, ge=0, le=40),
-        seed: Optional[int] = Input(description="The same seed makes the same video", default=None),
+        seed: Optional[int] = Input(description="Same seed, same video", default=None, ge=0, le=4294967295),
     ) -> Path:
         video = rounded((width, height, num_frames), VIDEOS[0], self.step)
-        seed = random.getrandbits(32) if seed is None else seed
+        seed = random.getrandbits(32) if seed is None else int(seed)  # by Cog's schema, 1.0 is an integer too
         print(f"seed {seed}, {'x'.join(map(str, video))}{'' if video in VIDEOS else ', not warmed up'}")
-        picture = ImageOps.exif_transpose(Image.open(str(image))).convert("RGB") if image else None
-        inputs = {"prompt": prompt, "negative_prompt": negative_prompt, "num_inference_steps": num_inference_steps}
+        picture = read_picture(image) if image else None
+        inputs = {"prompt": prompt, "negative_prompt": negative_prompt, "num_inference_steps": int(num_inference_steps)}
         noise = self.noise.manual_seed(seed)
         with self.boot.prediction() as prediction:
             pictures = self.draw(video, picture, guidance_scale, generator=noise, output_type="np", **inputs)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import av
+import numpy
 from cog import Path
 
 
@@ -24,7 +25,7 @@ def rounded(asked: tuple[int | None, ...], default: tuple[int, ...], frames_a_la
     Raises:
         ValueError: they do not make so many frames.
     """
-    width, height, frames = (given or own for given, own in zip(asked, default, strict=True))
+    width, height, frames = (int(given or own) for given, own in zip(asked, default, strict=True))
     if past := (frames - 1) % frames_a_latent:
         raise ValueError(f"num_frames={frames}: give {frames - past} or {frames - past + frames_a_latent}")
     return round(width / 32) * 32, round(height / 32) * 32, frames
@@ -38,11 +39,17 @@ def tell(pipeline: Any, step: int, time: Any, values: Any) -> Any:
 
 
 def write_mp4(frames: Any, file: Path, frames_per_second: int, crf: int) -> Path:
-    """Encode frames, [frames, height, width, 3], from 0 to 1, with x264, which is in PyAV's wheel."""
+    """Encode frames, [frames, height, width, 3], from 0 to 1, with x264, which is in PyAV's wheel.
+
+    Raises:
+        ValueError: a number is not finite, and would be black.
+    """
+    if not numpy.isfinite(frames).all():
+        raise ValueError("the video has numbers that are not finite; lower guidance_scale")
     pixels = (frames * 255).round().astype("uint8")
     height, width = pixels.shape[1:3]
     with av.open(str(file), "w") as video:
-        stream = video.add_stream("libx264", frames_per_second, {"crf": str(crf)}, width=width, height=height)
+        stream = video.add_stream("libx264", frames_per_second, {"crf": str(int(crf))}, width=width, height=height)
         stream.pix_fmt = "yuv420p"  # what browsers play
         for picture in pixels:
             video.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
