@@ -278,6 +278,20 @@ def test_a_generator_keeps_its_own_modes_and_variables_and_sees_what_its_caller_
     assert next(items) == (before, 0)
 
 
+def test_torch_may_be_imported_in_a_call():
+    done = run_program("""
+from compile_cache import ModelThread
+def body():
+    import torch
+    with torch.inference_mode():
+        yield
+        assert torch.is_inference_mode_enabled()
+    yield torch.is_inference_mode_enabled()
+assert [*ModelThread().call(body)] == [None, False]
+""")
+    assert done.returncode == 0, done.stderr
+
+
 async def awaited() -> None:
     pass
 

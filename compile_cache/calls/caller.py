@@ -65,7 +65,7 @@ class Caller:
             if seen.get(variable, seen) is not value:
                 self._context.run(variable.set, value)
         before, self._seen_modes = self._seen_modes, _read()
-        triples = zip(self._modes, before, self._seen_modes, strict=False)
+        triples = zip(self._modes, before or self._seen_modes, self._seen_modes, strict=False)
         self._modes = [own if old == new else new for own, old, new in triples] or self._seen_modes
 
     def run(self, work: Callable[[], T]) -> T:
@@ -75,7 +75,9 @@ class Caller:
             BaseException: any of `work`.
         """
         if not self._modes:
-            return self._context.run(work)
+            result = self._context.run(work)
+            self._modes = _read()  # it may have imported torch
+            return result
         torch: Any = sys.modules["torch"]
         is_inference, stream, own = *self._modes[:2], _read()
         with torch.inference_mode(is_inference), torch.cuda.stream(stream) if stream else nullcontext():
