@@ -7,6 +7,7 @@ that aborts the process: https://github.com/pytorch/pytorch/issues/38228.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -30,9 +31,18 @@ def _end_all() -> None:
     for thread, _ in alive:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            log.info(
-                "exit.thread_left name=%s The process may abort, because this thread may be in torch.", thread.name
-            )
+            log.info("exit.thread_left name=%s The process does not wait for it.", thread.name)
+            _hold_ended_threads()
+
+
+def _hold_ended_threads() -> None:
+    """Let a thread that Python ends inside C++ code wait for the end of the process, as from Python 3.14 on. C++ would
+    abort the process otherwise, and its exit code would be lost."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):  # another library of C++: torch may not be here
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
 
 
 # Exit hooks run last in, first out. A boot imports this module before READY, and the publisher registers its hook at

@@ -34,6 +34,7 @@ NO_FUNCTION = "functions compiled ahead of time; `block` still compiles"
 NO_BACKGROUND = "compiling in the background"
 NO_COMPILER = "compiling in this process"
 SLOWER_BOOT = "0.1 to 1 s of a boot"
+NO_MODES = "calls on a `ModelThread`"
 TUNED_AGAIN = "the filter of stored kernels; warm boots may tune again"
 
 PRIVATE_NAMES = (
@@ -90,6 +91,8 @@ PRIVATE_NAMES = (
     ),
     PrivateNames("torch._inductor.select_algorithm", "TritonTemplate", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime", "benchmarking", "pauses while tuning: predictions are slower meanwhile"),
+    PrivateNames("torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", NO_MODES),
+    PrivateNames("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack _push_mode _pop_mode", NO_MODES),
     PrivateNames("torch", "_scaled_mm", "`go_fast`"),
     PrivateNames("torch", "_foreach_copy_", "weights beside imports"),
     PrivateNames("torch.cuda", "_sleep", "`speedup`"),

@@ -12,13 +12,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from marked_processes import wait_for
+from programs import run_program
+from torch.utils.flop_counter import FlopCounterMode
 
 from compile_cache import ModelThread
+from compile_cache.lifecycle import model_thread
 
 
 class Cancelled(BaseException):
@@ -165,3 +171,226 @@ def test_a_cancellation_at_any_moment_leaves_a_thread_that_serves(model):
             assert model.call(lambda: "served") == "served"
     finally:
         sys.setswitchinterval(interval_s)
+
+
+# torch's modes.
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.float16),
+    "autocast without its cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "device": lambda: torch.device("meta"),
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+}
+
+
+def modes() -> list[Any]:
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    made = torch.ones(2, 2) @ torch.ones(2, 2)  # which a dispatch mode sees
+    return [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), *autocast, made.device, made.dtype]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_call_has_torchs_modes_of_its_caller_and_leaves_none(model, mode):
+    before = modes()
+    with mode() as entered:
+        assert model.call(modes) == modes()
+    assert model.call(modes) == before
+    assert not isinstance(entered, FlopCounterMode) or entered.get_total_flops() == 2 * 16
+    model.call(mode().__enter__)
+    assert model.call(modes) == before
+
+
+@pytest.mark.gpu
+def test_a_call_has_the_callers_cuda_device_and_stream(model):
+    """The last GPU, where a machine has several."""
+    before = model.call(torch.cuda.current_stream)
+    with torch.cuda.device(torch.cuda.device_count() - 1), torch.cuda.stream(torch.cuda.Stream()):
+        assert model.call(torch.cuda.current_stream) == torch.cuda.current_stream()
+        assert model.call(torch.cuda.current_device) == torch.cuda.current_device()
+    assert model.call(torch.cuda.current_stream) == before
+
+
+# Generators.
+
+VARIABLE = contextvars.ContextVar("variable", default=0)
+
+
+def counting(ended: list[int]) -> Iterator[int]:
+    try:
+        while True:
+            yield 1
+    finally:
+        ended.append(threading.get_ident())
+
+
+def test_each_step_of_a_generator_is_made_on_the_thread(model):
+    def replying() -> Iterator[Any]:
+        reply = yield threading.get_ident()
+        with pytest.raises(KeyError):
+            yield reply, threading.get_ident()
+        return threading.get_ident()
+
+    here = model.call(threading.get_ident)
+    items = model.call(replying)
+    assert next(items) == here
+    assert items.send("reply") == ("reply", here)
+    with pytest.raises(StopIteration) as ended:
+        items.throw(KeyError())
+    assert ended.value.value == here
+
+
+@pytest.mark.parametrize("leave", ["close", "drop", "collect"])
+def test_a_generator_that_its_caller_leaves_ends_on_the_thread(model, leave):
+    ended: list[int] = []
+    items = model.call(counting, ended)
+    next(items)
+    if leave == "close":
+        items.close()
+    elif leave == "collect":
+        circle = [items]
+        circle.append(circle)
+        del circle
+    del items
+    gc.collect()
+    assert ended == [model.call(threading.get_ident)]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_generator_keeps_its_own_modes_and_variables_and_sees_what_its_caller_changes(model, mode):
+    def body() -> Iterator[Any]:
+        yield modes(), VARIABLE.get()
+        with mode():
+            token = VARIABLE.set(1)
+            inside = modes()
+            yield
+            assert (modes(), VARIABLE.get()) == (inside, 1)
+            VARIABLE.reset(token)
+        yield modes(), VARIABLE.get()
+
+    before = modes()
+    items = model.call(body)
+    with mode():
+        assert next(items) == (modes(), 0)
+    next(items)
+    assert (modes(), VARIABLE.get()) == (model.call(modes), model.call(VARIABLE.get)) == (before, 0)
+    assert next(items) == (before, 0)
+
+
+def test_torch_may_be_imported_in_a_call():
+    done = run_program("""
+from compile_cache import ModelThread
+def body():
+    import torch
+    with torch.inference_mode():
+        yield
+        assert torch.is_inference_mode_enabled()
+    yield torch.is_inference_mode_enabled()
+assert [*ModelThread().call(body)] == [None, False]
+""")
+    assert done.returncode == 0, done.stderr
+
+
+async def awaited() -> None:
+    pass
+
+
+async def streamed() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize("function", [awaited, streamed, lambda: awaited(), partial(awaited)])
+def test_what_is_asynchronous_is_refused_by_name(model, function):
+    with pytest.raises(TypeError, match=r"(awaited|streamed) is asynchronous.*asyncio.to_thread"):
+        model.call(function)
+
+
+# Calls that wait for the thread from inside it.
+
+
+def inner() -> str:
+    return "served"
+
+
+def by_a_result(model: ModelThread, pool: ThreadPoolExecutor) -> Any:
+    return pool.submit(model.call, inner).result()
+
+
+def by_a_pools_end(model: ModelThread, _: ThreadPoolExecutor) -> Any:
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(model.call, inner) for _ in range(2)]
+    return futures[1].result()
+
+
+def by_another_model(model: ModelThread, pool: ThreadPoolExecutor) -> Any:
+    return ModelThread().call(by_a_result, model, pool)
+
+
+def by_a_circle(model: ModelThread, _: ThreadPoolExecutor) -> Any:
+    return ModelThread().call(ModelThread().call, model.call, inner)
+
+
+def by_an_item(model: ModelThread, pool: ThreadPoolExecutor) -> Any:
+    yield by_a_result(model, pool)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("outer", [by_a_result, by_a_pools_end, by_another_model, by_a_circle, by_an_item])
+def test_a_call_that_its_thread_waits_for_fails_and_names_both(model, outer, monkeypatch):
+    monkeypatch.setattr(model_thread, "_POLLS_A_LOOK", 1)
+    with ThreadPoolExecutor() as pool:
+        with pytest.raises(RuntimeError, match=rf"inner cannot begin .*{outer.__name__} runs there"):
+            [*model.call(outer, model, pool)]
+        assert model.call(inner) == "served"
+
+
+@pytest.mark.timeout(30)
+def test_a_call_that_only_waits_long_is_served(model, monkeypatch):
+    """Its thread waits for another future, for an event, or for the call with a limit."""
+    monkeypatch.setattr(model_thread, "_POLLS_A_LOOK", 1)
+    may_end = threading.Event()
+
+    def waiting() -> None:
+        waits = pool.submit(model.call, inner)
+        calls.append(waits)
+        with pytest.raises(TimeoutError):
+            waits.result(0.3)
+        pool.submit(may_end.wait, 0.3).result()
+        may_end.wait(0.3)
+
+    calls: list[Any] = []
+    with ThreadPoolExecutor() as pool:
+        model.call(waiting)
+        assert calls[0].result(30) == "served"
+
+
+# The exit of a program.
+
+EXIT = """
+import sys, threading
+import torch
+from compile_cache import ModelThread, torch_threads
+torch_threads._LONGEST_WAIT_S = 0.2
+model, has_begun = ModelThread(), threading.Event()
+def call():
+    has_begun.set()
+    torch.ones(500, 500) @ torch.ones(500, 500)
+def calls(): [call() for _ in iter(int, 1)]
+{begin}
+has_begun.wait()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "model.begin(calls)",
+        "threading.Thread(target=lambda: [model.call(call) for _ in iter(int, 1)], daemon=True).start()",
+    ],
+    ids=["one call", "many calls"],
+)
+def test_a_program_that_ends_while_the_thread_is_in_torch_keeps_its_exit_code(begin):
+    done = run_program(EXIT.format(begin=begin))
+    assert done.returncode == 3, done.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import torch
 from boots import settings
 from cog import BaseRunner, Input
 from torch import nn
@@ -92,14 +94,34 @@ def test_a_stream_is_taken_to_its_end_and_what_is_asynchronous_is_awaited(boot, 
 
 
 @pytest.mark.timeout(20)
-def test_a_warm_up_on_the_models_thread_may_await_what_calls_there(boot):
+def test_a_warm_up_on_the_models_thread_may_await_what_calls_there_but_in_no_loop(boot):
     thread, calls = compile_cache.ModelThread(), list[str]()
 
     async def run() -> None:
         thread.call(calls.append, "called")
 
+    async def in_loop() -> None:
+        boot.warm_up(run)
+
     thread.call(boot.warm_up, run)
+    with pytest.raises(RuntimeError, match=r"append cannot begin .*<lambda> runs there"):
+        thread.call(lambda: asyncio.run(in_loop()))
     assert calls == ["called"]
+
+
+@pytest.mark.parametrize("has_loop", [False, True])
+def test_what_is_asynchronous_has_the_callers_modes(boot, has_loop):
+    seen = list[bool]()
+
+    async def run() -> None:
+        seen.append(torch.is_inference_mode_enabled())
+
+    async def in_loop() -> None:
+        boot.warm_up(run)
+
+    with torch.inference_mode():
+        asyncio.run(in_loop()) if has_loop else boot.warm_up(run)
+    assert seen == [True]
 
 
 def test_a_warm_up_of_a_lambda_that_leaves_inputs_out_says_what_to_write(boot):

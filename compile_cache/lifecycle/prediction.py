@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from compile_cache.calls.caller import Caller
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.boot_report import BootReport
-from compile_cache.lifecycle.model_thread import ThreadOfModel
 
 if TYPE_CHECKING:
     from compile_cache.serving.regions import Regions
@@ -82,7 +82,7 @@ class Prediction:
 
 def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
     """Call `call` with `inputs`, and with the default of each other parameter that Cog's `Input()` declares. Take all
-    pieces of a stream, and await what is asynchronous, on a thread of its own or on the model's.
+    pieces of a stream, and await what is asynchronous, on a thread of its own if the caller's runs an event loop.
 
     Raises:
         Exception: any error of `call`, with a note if an input that was not given may be the cause.
@@ -97,12 +97,12 @@ def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
             import asyncio
             from concurrent.futures import ThreadPoolExecutor
 
-            on_models = isinstance(threading.current_thread(), ThreadOfModel)  # which `call` may call
-            if on_models and asyncio._get_running_loop() is None:
-                asyncio.run(_end(answer))
+            if asyncio._get_running_loop() is None:
+                with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # the thread keeps its own loop
+                    runner.run(_end(answer))
             else:
-                with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
-                    thread.submit(asyncio.run, _end(answer)).result()
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(Caller().run, partial(asyncio.run, _end(answer))).result()
     except Exception as error:
         if missing := [name for name, default in defaults.items() if default is None]:
             error.add_note(

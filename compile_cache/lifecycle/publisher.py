@@ -109,7 +109,7 @@ class Publisher:
         while True:
             closing = self._closing.is_set()
             if self._regions is not None and self._regions.has_others:
-                self._failure_of(self._regions.hand_over_others, logging.INFO)
+                self._attempt(self._regions.hand_over_others, is_upkeep=True)
             if (closing or time.monotonic() >= stage_due_s) and self._is_to_stage():
                 self._idle.clear()
                 quiet_s = 0.0 if self._staged_files is None else _QUIET_S
