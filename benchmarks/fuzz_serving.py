@@ -8,8 +8,9 @@
 Modules are made by random_modules.py. Some boots share a store: the first one finds it empty. Each call is made twice,
 of a module that the boot serves and of its twin, which is never compiled. Compared are the answer, what the call wrote
 into its inputs and its module, and the next numbers of torch's generator. Some calls are cancelled or fail. A class
-that can be set in some ways has five instances, which are set anew while they serve. With `--kills`, second processes
-are killed. In the end no case may be left half-way, and each must have gone the ways that its states allow.
+that can be set in some ways has five instances, which are set anew while they serve, and so has one whose instances
+differ in what guards may not see; the first boot calls three of them, each later one one more. With `--kills`, second
+processes are killed. In the end no case may be left half-way, and each must have gone the ways that its states allow.
 
 Most calls are made in predictions, some of which are generators that are closed half-way. A prediction calls its
 modules twice with the same inputs, and must have one code: answers of modules without state are equal to the bit.
@@ -64,7 +65,8 @@ _SETTINGS = {
     "DYNAMIC": ("false", "false", "auto"),
 }
 _CANCELLED = 0.1
-_INSTANCES = 5  # of a module that can be set in some ways
+_INSTANCES = 5  # of a module that can be set in some ways, or whose instances differ
+_CALLED_FIRST = 3  # of these, in the first boot
 _SET_ANEW = 0.3  # before so many calls, in half of which it is set back
 _BARE, _CLOSED = 0.2, 0.1  # of predictions
 # The largest ‖found − expected‖ / ‖expected‖. A state adds the rounding of several calls up.
@@ -213,8 +215,11 @@ class Subject:
 
 def _state(module: nn.Module) -> dict[str, Any]:
     """All that calls may change."""
-    kept = {name: value for name, value in vars(module).items() if isinstance(value, int | list)}
-    return {**copy.deepcopy(kept), **{name: value.detach().clone() for name, value in module.named_buffers()}}
+    import torch
+
+    kept = {name: value for name, value in vars(module).items() if isinstance(value, int | list | torch.Tensor)}
+    tensors = chain(module.named_buffers(), module.named_parameters())
+    return {**copy.deepcopy(kept), **{name: value.detach().clone() for name, value in tensors}}
 
 
 def is_alike(found: Any, right: Any, tolerance: Mapping[str, float] = _TOLERANCE) -> bool:
@@ -250,9 +255,9 @@ def serve(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> lis
         torch.backends.cudnn.allow_tf32 = False  # a state that adds up its rounding is further off than any tolerance
         moves = _watch_moves()
         groups = [_instances(made, arguments) for made in modules]
-        subjects = [subject for group in groups for subject in group]
-        for subject in subjects:
+        for subject in chain(*groups):
             boot.compile(subject.module, whole=True)
+        subjects = [subject for group in groups for subject in group[: _CALLED_FIRST + arguments.boot]]
         boot.warm_up(lambda: [subject.call(subject.new_number(), may_cancel=False) for subject in subjects])
     whole = boot.prediction()
     for number in range(arguments.calls):
@@ -279,7 +284,7 @@ def serve(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> lis
 def _instances(made: RandomModule, arguments: argparse.Namespace) -> list[Subject]:
     # Calls that change a module, or what its class reads, come one after another.
     turn = threading.Lock() if made.keeps or made.ways else contextlib.nullcontext()
-    count = _INSTANCES if made.ways else 1
+    count = _INSTANCES if made.has_instances else 1
     return [Subject(made, number, turn, arguments.boot, arguments.device) for number in range(count)]
 
 

@@ -22,9 +22,9 @@ WIDTH = 32
 class Feature:
     """Lines of `__init__`, lines at the start of `forward`, and lines in it, which may append to the answer.
 
-    `keeps`: calls change the module. `draws`: calls use torch's own generator. `ways`: statements, one of which is made
-    on each instance (`self`), and others while it serves. `Own` stands for the class, and begins the names of globals
-    that belong to it.
+    `apart`: instances differ in what guards may not see: in `is_odd`. `keeps`: calls change the module. `draws`: calls
+    use torch's own generator. `ways`: statements, one of which is made on each instance (`self`), and others while it
+    serves. `Own` stands for the class, and begins the names of globals that belong to it.
     """
 
     init: str = ""
@@ -32,6 +32,7 @@ class Feature:
     forward: str = ""
     keeps: bool = False
     draws: bool = False
+    apart: bool = False
     ways: tuple[str, ...] = ()
 
     def numbered(self, number: int, name: str) -> Feature:
@@ -98,6 +99,7 @@ import functools
 import math
 import threading
 import types
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,6 +111,14 @@ WIDTH = {WIDTH}
 SENTINEL = object()
 Kind = enum.Enum("Kind", "ONE TWO")
 ARMED = threading.local()
+
+
+class Key:
+    """What a number belongs to."""
+
+
+KEYS = Key(), Key()
+SCALES = weakref.WeakKeyDictionary({{KEYS[0]: 1.0, KEYS[1]: 1.5}})
 
 
 class Failed(Exception):
@@ -247,6 +257,11 @@ class RandomModule:
         return any(FEATURES[name].keeps for name in self.features)
 
     @property
+    def has_instances(self) -> bool:
+        """Whether it can be set in some ways, or its instances differ."""
+        return bool(self.ways) or any(FEATURES[name].apart for name in self.features)
+
+    @property
     def draws(self) -> bool:
         """Whether calls use torch's own generator."""
         return any(FEATURES[name].draws for name in self.features)
@@ -261,7 +276,10 @@ class RandomModule:
     def source(self) -> str:
         """The class."""
         parts = [FEATURES[name].numbered(number, self.name) for number, name in enumerate(self.features)]
-        init = ["super().__init__()", "self.mix = nn.Linear(WIDTH, WIDTH)", *(part.init for part in parts)]
+        own = (
+            f"{self.name}.built = getattr({self.name}, 'built', 0) + 1\nself.is_odd = ({self.name}.built - 1) // 2 % 2"
+        )
+        init = ["super().__init__()", own, "self.mix = nn.Linear(WIDTH, WIDTH)", *(part.init for part in parts)]
         forward = [
             "if not torch.compiler.is_compiling():\n    enter()",
             "answer = []",
@@ -274,8 +292,8 @@ class RandomModule:
         text = "".join(
             f"    def {head}:\n{indent(chr(10).join(filter(None, body)), ' ' * 8)}\n\n" for head, body in methods
         )
-        own = _OWN.replace("Own", self.name) if self.ways else ""
-        return f"{own}\n\nclass {self.name}(nn.Module):\n{text.rstrip()}\n"
+        globals_ = _OWN.replace("Own", self.name) if self.ways else ""
+        return f"{globals_}\n\nclass {self.name}(nn.Module):\n{text.rstrip()}\n"
 
 
 def make_modules(seed: int, numbers: Sequence[int], only: Sequence[str] = ()) -> list[RandomModule]:

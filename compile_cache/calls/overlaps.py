@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,11 +51,11 @@ def overlaps(values: Iterable[Any]) -> tuple[tuple[int, int], ...]:
     torch's guards see when two inputs are one object. They do not see whether inputs overlap.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
-    storages = [storage_key(tensor) if _is_strided(tensor) else id(tensor) for tensor in tensors]
+    storages = [storage_key(tensor) if is_plain(tensor) else id(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
         return ()
     spans = [
-        (storage, *(span(tensor) if _is_strided(tensor) else (0, 1)))
+        (storage, *(span(tensor) if is_plain(tensor) else (0, 1)))
         for storage, tensor in zip(storages, tensors, strict=True)
     ]
     firsts = [next(first for first, other in enumerate(spans) if _is_overlap(one, other)) for one in spans]
@@ -73,7 +72,8 @@ def own_tensors(parts: Iterable[nn.Module]) -> list[Tensor]:
     return reachable_tensors(values, nn.Module)
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is torch's own, with a storage of its own."""
     return tensor.layout == torch.strided and type(tensor) in OWN_TENSORS and not tensor.is_nested
 
 
@@ -125,7 +125,7 @@ def writes_where_tensors_overlap(call: Call) -> bool:
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
     overlapping, spans = set[int](), defaultdict[int, list[tuple[int, int]]](list)
-    for tensor in filter(_is_strided, reachable_tensors(call)):
+    for tensor in filter(is_plain, reachable_tensors(call)):
         if not tensor.numel():
             continue
         storage, (low, high) = storage_key(tensor), span(tensor)
@@ -137,7 +137,7 @@ def writes_where_tensors_overlap(call: Call) -> bool:
     if not overlapping:
         return False
     try:
-        with Writes() as writes:
+        with _Writes() as writes:
             module, args, kwargs = call
             module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     except (MemoryError, torch.OutOfMemoryError):
@@ -147,24 +147,16 @@ def writes_where_tensors_overlap(call: Call) -> bool:
     return not overlapping.isdisjoint(writes.storages)
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that operators write into. The model's own compiled functions run as they are. Operators of a
-    higher order, such as flex_attention, are refused, or with `runs_all` run unwatched."""
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that operators write into."""
 
-    def __init__(self, runs_all: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.supports_higher_order_operators = runs_all
         self.storages = set[int]()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: otherwise torch would run compiled functions without their compiled code."""
-        return True
 
     def __torch_dispatch__(self, operator: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operator. What its schema marks as written is noted."""
-        kwargs = kwargs or {}
-        arguments = operator._schema.arguments if isinstance(operator, OpOverload) else ()  # else of a higher order
+        arguments, kwargs = operator._schema.arguments, kwargs or {}
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [values.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
         tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, Tensor)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_cache.calls.overlaps import reachable_tensors, storage_key
+from compile_cache.calls.overlaps import is_plain, reachable_tensors, span, storage_key
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object
 from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, MadeStorage, UsedStorage
@@ -30,6 +30,9 @@ OF_PROCESS = (
     type(threading.Lock()),
     type(threading.RLock()),
 )
+# A tensor's memory is looked at as rows of so many integers, as long as its place and size allow.
+_ROW = 1024
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Shadow:
@@ -67,7 +70,8 @@ class Shadow:
                 return pickler.shared[number]
 
             self.call: Call = CallUnpickler(pickler.content, known).load()
-            self._shared = [(tensor, _place(tensor)) for tensor in reachable_tensors(pickler.shared)]
+            shared = filter(is_plain, reachable_tensors(pickler.shared))
+            self._shared = [(tensor, _content(tensor)) for tensor in shared if tensor.numel()]
         except (NotHandedOver, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an object's own methods raise
@@ -77,21 +81,27 @@ class Shadow:
         """The `call` of another copy, for a run that must not change this one. Raises as the constructor does."""
         return Shadow(self.call).call
 
-    def changed(self, written: set[int]) -> str:
-        """The name of a tensor that the copy shares and that a run of the call has changed, which wrote into the
-        storages `written`; empty if there is none."""
-        for tensor, place in self._shared:
-            if place[0] in written or _place(tensor) != place:
+    def changed(self) -> str:
+        """The name of a tensor that the copy shares and that has changed since; empty if there is none."""
+        for tensor, before in self._shared:
+            now = _content(tensor)
+            if now[0] != before[0] or not all(map(torch.equal, now[1], before[1])):
                 names = (name for name, weight in self._module.named_parameters() if weight is tensor)
                 return f"its parameter {next(names, 'of another module')}"
         return ""
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where the memory of a tensor is. It is elsewhere once the tensor's `data` was set."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return (None,)
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+def _content(tensor: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+    """What tells whether a tensor was written, by whatever code: where its memory is, sums of the rows and of the
+    columns of that, and its end. A copy might not fit; to read a weight takes as long as a small part of its use."""
+    low, high = span(tensor)
+    place = storage_key(tensor), low, tensor.shape, tensor.stride()
+    with torch.inference_mode(False), torch.no_grad():
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())[low:high]
+        numbers = memory.view(next(dtype for dtype in _INTEGERS if not (low | high) % dtype.itemsize))
+        in_rows = len(numbers) // _ROW * _ROW
+        rows = numbers[:in_rows].view(-1, _ROW)
+        return place, [rows.sum(0), rows.sum(1), numbers[in_rows:].clone()]
 
 
 def state_of(value: Any) -> list[Any]:

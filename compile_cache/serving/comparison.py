@@ -74,8 +74,8 @@ class Comparison:
         self.generators = _generator_states()
         self._reference: Any = None
 
-    def expect(self, answer: Any, written: set[int]) -> None:
-        """Take the answer that eager has just given, on the real module. It has `written` into these storages.
+    def expect(self, answer: Any) -> None:
+        """Take the answer that eager has just given, on the real module.
 
         Raises:
             NotHandedOver: the call has changed what its copies share.
@@ -83,7 +83,7 @@ class Comparison:
         """
         if _generator_states() == self.generators:
             self.generators = ()
-        if name := self.pristine.changed(written):
+        if name := self.pristine.changed():
             raise NotHandedOver(f"a call writes into {name}, which is shared with copies of the call. Use a buffer")
         for name, value, before in self.pristine.named:
             if compare((state_of(value),), (before,)).error:
