@@ -117,8 +117,8 @@ class Key:
     """What a number belongs to."""
 
 
-KEYS = Key(), Key()
-SCALES = weakref.WeakKeyDictionary({{KEYS[0]: 1.0, KEYS[1]: 1.5}})
+EVEN, ODD = Key(), Key()
+SCALES = weakref.WeakKeyDictionary({{EVEN: 1.0, ODD: 1.5}})
 
 
 class Failed(Exception):

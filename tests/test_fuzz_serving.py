@@ -31,5 +31,6 @@ def test_modules_with_a_feature_are_served_as_eager_would_in_two_boots(monkeypat
         first, second = (tallies[number] for tallies in batch.boots)
         assert first.wrong + second.wrong == [], name
         assert first.calls + second.calls >= 2 * ROUNDS, name
-        # They write where their tensors overlap, or into what copies of a call share.
-        assert bool(first.compiled + second.compiled) == (name not in ("own view", "parameter")), name
+        # These write where tensors overlap, or into what copies of a call share, or differ by instance.
+        is_eager = name in ("own view", "parameter", "weak key")
+        assert bool(first.compiled + second.compiled) != is_eager, name
