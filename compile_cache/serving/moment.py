@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.errors import Failure, attempt, log
 from compile_cache.of_each import OfEach
 
@@ -122,14 +121,6 @@ class Moment:
         if not self.open:
             known.calls_left -= 1
         return known.calls_left >= 0
-
-    def known_of(self, module: object, calls: int) -> Known:
-        """What is known about the calls of a module that was just looked at, to be added to. Outside predictions it
-        holds for so many `calls`."""
-        known: Known | None = self.known.get(module)
-        if known is None or known.calls_left < 0 or len(known) + len(known.functions) >= RECOMPILE_LIMIT:
-            known = self.known[module] = Known(calls)
-        return known
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:

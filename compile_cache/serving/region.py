@@ -22,6 +22,7 @@ from torch import nn
 from compile_cache.calls.overlaps import reachable_tensors
 from compile_cache.calls.spec import (
     GLOBAL_HOOKS,
+    RECOMPILE_LIMIT,
     Args,
     Call,
     Kwargs,
@@ -116,10 +117,13 @@ class Region:
         return self._route((module, plain, named), like or _likeness(args, kwargs))
 
     def _known(self, call: Call, case: Case | None) -> Known:
-        """What is known about the calls of this module, to be added to."""
-        # To look again takes some microseconds for each part.
-        parts = len(case.spec.structure) if case is not None else 0
-        return self._moment.known_of(call[0], max(_CALLS_BETWEEN_LOOKS, parts))
+        """What is known about the calls of this module, which was just looked at, to be added to."""
+        known: Known | None = self._moment.known.get(call[0])
+        if known is None or known.calls_left < 0 or len(known) + len(known.functions) >= RECOMPILE_LIMIT:
+            # To look again takes some microseconds for each part.
+            parts = len(case.spec.structure) if case is not None else 0
+            known = self._moment.known[call[0]] = Known(max(_CALLS_BETWEEN_LOOKS, parts))
+        return known
 
     def _settle(self, call: Call, like: Any, case: Case | None) -> None:
         """Serve calls like this one alike, as long as that is `known`: by the graphs of a case, or by the module's own
