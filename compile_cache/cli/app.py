@@ -325,7 +325,7 @@ def explain(
 
 @app.command()
 def report(
-    reports: Annotated[list[Path], Argument(metavar="REPORTS...", help="Boot reports: files, or folders with *.json.")],
+    reports: Annotated[list[Path], Argument(metavar="REPORTS...", help="Boot reports: files such as reports/*.json.")],
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
         "report.html"
     ),

@@ -51,20 +51,12 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
 
 
 def find_reports(paths: Sequence[Path]) -> dict[Path, BootReport]:
-    """The reports among `paths`, by file: files, and folders with `*.json` at any depth. The newest is first.
+    """The reports in these files, by file. The newest is first.
 
     Raises:
-        CompileCacheError: a file is not readable or no boot report; or a folder has none.
+        CompileCacheError: a file is not readable or no boot report.
     """
-    found: dict[Path, BootReport] = {}
-    for path in paths:
-        files = [path]
-        if path.is_dir():
-            files = [file for file in sorted(path.rglob("*.json")) if file.is_file() and _is_meant_as_report(file)]
-        if not files:
-            remedy = "A boot writes its report to the file that COMPILE_CACHE_REPORT names"
-            raise CompileCacheError(f"{path} has no boot report. {remedy}")
-        found |= {file.resolve(): read_report(file) for file in files}
+    found = {path.resolve(): read_report(path) for path in paths}
     return dict(sorted(found.items(), key=lambda item: (-item[1].started_s, item[0])))
 
 
