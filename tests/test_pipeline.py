@@ -331,17 +331,11 @@ def widths_of(model: DiffusionModel, **changed: Any) -> list[int]:
     return [red for red, *_ in model.run(inputs).getdata() if red]
 
 
-def test_a_pipeline_that_edits_gets_each_image_in_the_size_of_its_own_shape(parts, caplog):
-    """Whatever size is drawn; the log names each combination once."""
+def test_a_pipeline_that_edits_gets_each_image_in_the_size_of_its_own_shape(parts):
+    """Whatever size is drawn."""
     model = DiffusionModel(made_of(parts, edits), SIZES, images=2)
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            assert widths_of(model, image=noise(300, 200)) == [96]
-            assert widths_of(model, image=noise(30, 30), image_2=noise(90, 60), size=SIZES[1]) == [64, 96]
-    assert [line for line in caplog.messages if line.startswith("edit.sizes")] == [
-        "edit.sizes drawn=64x64 images=96x64",
-        "edit.sizes drawn=96x64 images=64x64,96x64",
-    ]
+    assert widths_of(model, image=noise(300, 200)) == [96]
+    assert widths_of(model, image=noise(30, 30), image_2=noise(90, 60), size=SIZES[1]) == [64, 96]
 
 
 def test_the_warm_up_edits_as_many_images_as_requests_may_give(parts):

@@ -125,7 +125,6 @@ class DiffusionModel:
         if images > 1 and not self.is_editing:
             raise ValueError(f"IMAGES is {images}, but {self._name} itself takes no image; set IMAGES=1")
         self._needs_image = False
-        self._edited_sizes: set[tuple[Size, ...]] = set()
         self._defaults = {name: self._parameters[name].default for name in _DEFAULTS if name in self._parameters}
         self._go_fast = go_fast
         # By what they start from, and whether they are fast; made when first asked for. They share all components but
@@ -375,11 +374,7 @@ class DiffusionModel:
         if not self.is_editing or inputs.mask is not None:
             return fit(image, inputs.size)
         images = [image] if inputs.image_2 is None else [image, inputs.image_2]
-        sizes = [nearest_size(self.sizes, *one.size) for one in images]
-        if (pair := (inputs.size, *sizes)) not in self._edited_sizes:
-            self._edited_sizes.add(pair)
-            log.info("edit.sizes drawn=%s images=%s", inputs.size, ",".join(map(str, sizes)))
-        fitted = [fit(one, size) for one, size in zip(images, sizes, strict=True)]
+        fitted = [fit(one, nearest_size(self.sizes, *one.size)) for one in images]
         return fitted if len(fitted) > 1 else fitted[0]
 
     def _schedule(self, inputs: ImageInputs, parameters: Mapping[str, Any]) -> tuple[int | None, float | None]:
