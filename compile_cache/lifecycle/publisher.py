@@ -123,6 +123,7 @@ class Publisher:
                 self._idle.set()
                 self._tend()
             if closing:
+                self._boot_report.save()  # what served since the last attempt
                 return
             self._closing.wait(_POLL_S)
 
