@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import tempfile
@@ -76,6 +75,8 @@ def write_through(path: Path, content: bytes) -> None:
         with replacing(Path(os.path.realpath(path))) as file:
             file.write(content)
         return
+    import fcntl
+
     opened = os.dup(streams[0]) if streams else os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     with os.fdopen(opened, "wb") as stream:
         with suppress(OSError):  # it is no pipe

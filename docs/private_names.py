@@ -92,7 +92,6 @@ PRIVATE_NAMES = (
     PrivateNames("torch._inductor.select_algorithm", "TritonTemplate", TUNED_AGAIN),
     PrivateNames("torch._inductor.runtime", "benchmarking", "pauses while tuning: predictions are slower meanwhile"),
     PrivateNames("torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode", NO_MODES),
-    PrivateNames("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack _push_mode _pop_mode", NO_MODES),
     PrivateNames("torch", "_scaled_mm", "`go_fast`"),
     PrivateNames("torch", "_foreach_copy_", "weights beside imports"),
     PrivateNames("torch.cuda", "_sleep", "`speedup`"),

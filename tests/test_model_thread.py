@@ -21,7 +21,6 @@ import pytest
 import torch
 from marked_processes import wait_for
 from programs import run_program
-from torch.utils.flop_counter import FlopCounterMode
 
 from compile_cache import ModelThread
 from compile_cache.lifecycle import model_thread
@@ -181,23 +180,21 @@ MODES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", torch.float16),
     "autocast without its cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     "device": lambda: torch.device("meta"),
-    "dispatch mode": lambda: FlopCounterMode(display=False),
 }
 
 
 def modes() -> list[Any]:
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-    made = torch.ones(2, 2) @ torch.ones(2, 2)  # which a dispatch mode sees
+    made = torch.ones(2, 2) @ torch.ones(2, 2)
     return [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), *autocast, made.device, made.dtype]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_call_has_torchs_modes_of_its_caller_and_leaves_none(model, mode):
     before = modes()
-    with mode() as entered:
+    with mode():
         assert model.call(modes) == modes()
     assert model.call(modes) == before
-    assert not isinstance(entered, FlopCounterMode) or entered.get_total_flops() == 2 * 16
     model.call(mode().__enter__)
     assert model.call(modes) == before
 

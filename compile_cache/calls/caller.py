@@ -1,8 +1,8 @@
 """What code that is called on another thread takes along of its caller: context variables, and torch's modes.
 
 torch copies a thread's whole state for its own threads, but has no name in Python for that. Here are the modes that
-programs set around a call. Not here are hooks of saved tensors, `torch.func` and profilers. The default dtype and the
-switches of backends belong to all threads.
+programs set around a call. Not here are dispatch modes, such as a counter of operations, hooks of saved tensors,
+`torch.func` and profilers. The default dtype and the switches of backends belong to all threads.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ def _read() -> list[Any]:
         torch.is_autocast_cache_enabled(),
         [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
         torch.overrides._get_current_function_mode_stack(),  # `with torch.device(…)` is one
-        torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
     ]
 
 
 def _set(modes: list[Any]) -> None:
     """Give this thread the modes, without the first two: only contexts set these."""
     torch: Any = sys.modules["torch"]
-    has_gradients, keeps_casts, autocasts, function_modes, dispatch_modes = modes[2:]
+    has_gradients, keeps_casts, autocasts, function_modes = modes[2:]
     while torch._C._len_torch_function_stack():  # first, because function modes see that gradients are set
         torch.overrides._pop_mode()
-    while torch._C._len_torch_dispatch_stack():
-        torch.utils._python_dispatch._pop_mode()
     torch.set_grad_enabled(has_gradients)
     torch.set_autocast_cache_enabled(keeps_casts)
     for kind, is_enabled, dtype in autocasts:
@@ -47,8 +44,6 @@ def _set(modes: list[Any]) -> None:
         torch.set_autocast_dtype(kind, dtype)
     for mode in function_modes:
         torch.overrides._push_mode(mode)
-    for mode in dispatch_modes:
-        torch.utils._python_dispatch._push_mode(mode)
 
 
 class Caller:

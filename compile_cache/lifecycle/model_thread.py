@@ -8,12 +8,14 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import partial
 from itertools import count
-from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from compile_cache.calls.caller import Caller
 from compile_cache.errors import attempt
-from compile_cache.torch_threads import end_at_exit
+
+if TYPE_CHECKING:
+    from queue import SimpleQueue
+
+    from compile_cache.calls.caller import Caller
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +51,10 @@ class ModelThread:
         self._start()
 
     def _start(self) -> None:
+        from queue import SimpleQueue
+
+        from compile_cache.torch_threads import end_at_exit
+
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._running: str | None = ""  # a call's name; None once the thread has ended
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -65,6 +71,8 @@ class ModelThread:
 
     def begin(self, function: Callable[..., object], *args: Any) -> None:
         """Call `function`, which handles its own errors, on the thread. Do not wait."""
+        from compile_cache.calls.caller import Caller
+
         self._put(_Call(self, function, Caller(), partial(function, *args)))
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -79,6 +87,8 @@ class ModelThread:
             TypeError: `function` is asynchronous.
             RuntimeError: the call would never begin, because the thread waits for the caller, or the program ends.
         """
+        from compile_cache.calls.caller import Caller
+
         state = Caller()
         result: Any = self._made(function, state, partial(function, *args, **kwargs))
         if isinstance(result, Coroutine | AsyncGenerator):
