@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compile_cache.calls.caller import Caller
 from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.boot_report import BootReport
 
@@ -96,6 +95,8 @@ def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
         elif inspect.iscoroutine(answer) or inspect.isasyncgen(answer):
             import asyncio
             from concurrent.futures import ThreadPoolExecutor
+
+            from compile_cache.calls.caller import Caller
 
             if asyncio._get_running_loop() is None:
                 with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # the thread keeps its own loop
