@@ -191,8 +191,6 @@ class Generator:
         is served. It may be broken off, and called again.
         """
         self._is_to_record = True
-        if not self._recordings:  # requests call the steps themselves
-            return
         prediction = counter.prediction()
         for bucket in self.buckets:
             self._last.fill_(bucket - 1)
