@@ -51,6 +51,8 @@ def overlaps(values: Iterable[Any]) -> tuple[tuple[int, int], ...]:
     torch's guards see when two inputs are one object. They do not see whether inputs overlap.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) < 2:
+        return ()
     storages = [storage_key(tensor) if is_plain(tensor) else id(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
         return ()
