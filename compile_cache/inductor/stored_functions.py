@@ -32,7 +32,6 @@ from compile_cache.inductor.function_file import (
     marks_of,
     read_artifact,
     write_artifact,
-    write_mark,
 )
 from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
 from compile_cache.key.environment import digest
@@ -125,14 +124,6 @@ class Artifacts:
         if path in self._marks:
             function.compared_on = self._marks[path].places
         return self._functions.setdefault(path, function)  # another thread may have been first
-
-    def mark(self, path: str, mark: Mark) -> str:
-        """Note for later boots on which instances this function was compared. Returns the path of the note.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        return write_mark(self._directory, path, mark)
 
     def cached(self, spec: CallSpec, call: Call) -> CachedRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,19 +203,13 @@ def _parts(value: Any) -> list[Any]:
     elif isinstance(value, list | tuple | deque):
         parts += value
     elif _says_how_it_is_made(type(value)):
-        parts += [list(part) if isinstance(part, Iterator) else part for part in _reduced(value)]
+        parts += state_of(value)
     names = [name for name in slots_of(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
     return [*parts, *names, *(getattr(value, name) for name in names)]
 
 
 def _says_how_it_is_made(kind: Any) -> bool:
     return kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
-
-
-def _reduced(value: Any) -> tuple[Any, ...]:
-    """What pickle makes an object of; a name is none of that."""
-    reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return reduced if isinstance(reduced, tuple) else ()
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

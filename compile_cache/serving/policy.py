@@ -19,7 +19,7 @@ import torch
 
 from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
 from compile_cache.errors import ArtifactError, Failure, attempt, log
-from compile_cache.inductor.function_file import SUFFIX, Mark, has_artifacts, marks_of, read_marks
+from compile_cache.inductor.function_file import SUFFIX, Mark, has_artifacts, marks_of, read_marks, write_mark
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.serving.states import Case, Kinds, State
 from compile_cache.settings import Settings
@@ -217,11 +217,10 @@ class Policy:
 
     def mark(self, path: str, mark: Mark) -> None:
         """Note for later boots on which instances a function was compared, and whether they load it after READY."""
-        if (artifacts := self.functions) is not None:
-            marked = attempt(artifacts.mark, path, mark)
-            # No owner's: a version that uses another's function has not compared it yet.
-            if isinstance(marked, str):
-                self.directory.publishable.hand_over([marked], marked)
+        marked = attempt(write_mark, self.directory.path, path, mark)
+        # No owner's: a version that uses another's function has not compared it yet.
+        if isinstance(marked, str):
+            self.directory.publishable.hand_over([marked], marked)
 
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
