@@ -83,7 +83,7 @@ class Comparison:
         if _generator_states() == self.generators:
             self.generators = ()
         if name := self.pristine.changed():
-            raise NotHandedOver(f"a call writes into {name}, which is shared with copies of the call. Use a buffer")
+            raise NotHandedOver(f"a call writes into {name}, which copies of the call share. Use a buffer")
         for name, value, before in self.pristine.named:
             if compare((state_of(value),), (before,)).error:
                 raise NotHandedOver(f"a call changes {name}, which is one object for the whole program")
