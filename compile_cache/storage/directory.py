@@ -106,7 +106,7 @@ class CacheDirectory:
         try:
             if not is_artifact(path):
                 raise PackError("it is named like a lock, or like a file that is not finished")
-            check_paths({path, *self._named, *self.kept()})
+            check_paths(sorted({path, *self._named, *self.kept()}))
         except PackError as error:
             raise SettingsError(f"boot.kept_file({name!r:.300}): no pack can have this file: {error}") from error
         self._named.add(path)
