@@ -19,7 +19,7 @@ importlib.import_module(sys.argv.pop(1)).main()
 """
 
 # Modules that are missing in another process, or are others there.
-_OWN_MODULES = ("__main__", "__mp_main__")
+OWN_MODULES = ("__main__", "__mp_main__")
 # Nobody compares these by identity, or they have a name of their own.
 _BY_VALUE = (str, int, float, complex, bytes, type(None), tuple, type, types.FunctionType, types.ModuleType)
 # Of classes whose objects are equal only to themselves.
@@ -92,7 +92,7 @@ def named_objects(module: str) -> dict[int, str]:
 
 def why_not(module: str) -> str:
     """Why another process cannot import a module; empty if it can. This process may have made it itself."""
-    if module in _OWN_MODULES:
+    if module in OWN_MODULES:
         return "it belongs to the main program and cannot be imported"
     parent = module.rpartition(".")[0]
     if parent and (reason := why_not(parent)):

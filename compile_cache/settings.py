@@ -39,9 +39,8 @@ class Settings:
     # threads. Regional compilation also records one graph for each instance.
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     dynamic: bool | None = False
-    precompile: bool = True
     cold_start: Literal["auto", "background", "block"] = "auto"
-    unseen: Literal["auto", "background", "eager", "block", "error"] = "auto"
+    unseen: Literal["auto", "background", "eager", "error"] = "auto"
     setup_budget_s: float | None = None
     leave_eager: tuple[str, ...] = ()
     publish: bool = True
@@ -65,11 +64,6 @@ class Settings:
             problems.append(
                 f"{PREFIX}DIR={self.dir!r} has a space, quote or backslash, and torch's C++ compiler commands fail "
                 "with these. Give a path without them."
-            )
-        if not self.precompile and "background" in (self.cold_start, self.unseen):
-            problems.append(
-                f"{PREFIX}PRECOMPILE=false leaves nothing to compile in the background. Unset it, or set "
-                f"{PREFIX}COLD_START and {PREFIX}UNSEEN to block or eager."
             )
         if not _is_store(self.store, STORE_SCHEMES):
             problems.append(

@@ -27,7 +27,7 @@ def faulty() -> dict[str, Any]:
     orders._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
-        boot._regions.policy._orders.queue._limit_s = 3.0 if kind is Hanging else PATIENCE_S
+        boot._regions.supply._orders.queue._limit_s = 3.0 if kind is Hanging else PATIENCE_S
         served_alone(boot, late, kind)
         assert boot.wait_compiled(PATIENCE_S)
         served_alone(boot, late, kind)
@@ -56,7 +56,7 @@ def faulty_again(*names: str) -> dict[str, Any]:
 def ends_while(work: str) -> dict[str, Any]:
     """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
     from compile_cache.inductor.stored_functions import Artifacts
-    from compile_cache.serving.policy import Policy
+    from compile_cache.serving.supply import Policy
 
     places: dict[str, tuple[type, str]] = {"take": (Policy, "take"), "preload": (Artifacts, "prefetch")}
     begun_work = calls_torch_longer(*places[work])

@@ -58,9 +58,11 @@ def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | No
 
 
 def warm_up(compiler: Regions, call: Callable[[], Any], until_s: float = math.inf) -> Any:
-    """The answer to a call in the warm-up, in which this process compiles until `until_s`."""
-    with torch.inference_mode(), compiler.watching(until_s):
-        return call()
+    """The last answer to a call in the warm-up, which waits for compiles that begin before `until_s`."""
+    answers: list[Any] = []
+    with torch.inference_mode():
+        compiler.warm_up(lambda: answers.append(call()), until_s)
+    return answers[-1]
 
 
 def warmed(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None, times: int = 1) -> Regions:
@@ -78,8 +80,8 @@ def built(directory: CacheDirectory, kind: Callable[..., nn.Module], *args: Any,
 
 def finish(compiler: Regions) -> None:
     """Begin what waits for READY, and wait for all of it."""
-    compiler.policy.release()
-    assert compiler.policy.wait(600)
+    compiler.supply.release()
+    assert compiler.supply.wait(600)
 
 
 class Token:
@@ -112,9 +114,8 @@ def find(where: CacheDirectory | Artifacts, module: nn.Module, *args: Any, **kwa
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
     """The artifacts of a next boot."""
     compiler = Regions(resolve_cold_start(settings or Settings()), directory)
-    assert isinstance(compiler.policy.artifacts, Artifacts)
-    with compiler.watching():  # which takes note of torch's options
-        return compiler.policy.artifacts
+    assert isinstance(compiler.supply.artifacts, Artifacts)
+    return compiler.supply.artifacts
 
 
 def eager(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +159,7 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
-            if not isinstance(backlog := _BOOTED.pop().policy.orders(), str):
+            if not isinstance(backlog := _BOOTED.pop().supply.orders(), str):
                 backlog.queue.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 

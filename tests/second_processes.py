@@ -148,5 +148,5 @@ def _become(request: dict, channel: int, watched: int, output: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)
     child = importlib.import_module("compile_cache.background.child")
-    child._give_way = lambda: None  # beside other tests, a process of low priority waits for minutes
+    child._give_way = lambda hurries: None  # beside other tests, a process of low priority waits for minutes
     child.main()

@@ -381,7 +381,7 @@ def comparing_beside(boot: Boot) -> Iterator[None]:
     is_there, may_go = threading.Event(), threading.Event()
 
     def compare() -> None:
-        with boot.prediction(), boot._regions.policy.moment.alone():
+        with boot.prediction(), boot._regions.supply.moment.alone():
             is_there.set()
             assert may_go.wait(PATIENCE_S)
 

@@ -17,7 +17,7 @@ from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.region import Region
 from compile_cache.serving.regions import Regions
-from compile_cache.serving.states import Case, State
+from compile_cache.serving.kinds import Case, State
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.publishable import Publishable
@@ -86,7 +86,7 @@ def next_boot(
     """A boot, after its warm-up if it `warms_up`. READY does not need the first `late` modules."""
     torch._dynamo.reset()
     compiler = Regions(settings, cache, is_hit)
-    if loading := compiler.policy.preload():
+    if loading := compiler.supply.preload():
         loading.join()
     modules = build(Once), build(Once), build(Step)
     for number, module in enumerate(modules):
@@ -106,21 +106,21 @@ def made(tmp_path_factory):
     with activated(tmp_path_factory.mktemp("compiled")) as directory:
         compiler, _ = next_boot(directory, FILLING, is_hit=False)
         assert steps(compiler)["Once"] == "cold"
-        assert compiler.policy.waiting == 0
+        assert compiler.supply.waiting == 0
         yield directory
 
 
 def test_what_is_needed_after_ready_is_loaded_then_and_serves_whole_predictions(restart):
     compiler, modules = next_boot(restart)
     assert steps(compiler) == {"Once": "late", "Step": "precompiled"}
-    assert compiler.policy.waiting == 1
-    assert not compiler.policy.wait(0.0)
+    assert compiler.supply.waiting == 1
+    assert not compiler.supply.wait(0.0)
     assert predict(compiler, modules) == ({"eager": 2}, False)
     with Prediction(BootReport(), compiler) as prediction:
         call(modules)
         finish(compiler)
         call(modules)
-    assert compiler.policy.waiting == 0
+    assert compiler.supply.waiting == 0
     assert prediction.served()["Once"] == {"eager": 4}
     assert predict(compiler, modules) == ({"precompiled": 2}, True)
     assert predict(compiler, modules) == ({"precompiled": 2}, False)
@@ -134,7 +134,7 @@ def test_calls_that_wait_for_several_functions_get_them_at_one_moment(restart, m
     compiler, modules = next_boot(restart, late=3)
     assert set(steps(compiler).values()) == {"late"}
     meanwhile = []
-    monkeypatch.setattr(compiler.policy, "_wait_for_gap", lambda _: meanwhile.append(predict(compiler, modules)))
+    monkeypatch.setattr(compiler.supply, "_wait_for_gap", lambda _: meanwhile.append(predict(compiler, modules)))
     finish(compiler)
     assert meanwhile == [({"eager": 2}, False)] * 2
     assert [predict(compiler, modules) for _ in "12"] == [({"precompiled": 2}, True), ({"precompiled": 2}, False)]
@@ -161,33 +161,33 @@ def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restart,
     with activated(tmp_path / "empty") as directory:
         compiler, modules = next_boot(directory, settings, is_hit=False)
         assert steps(compiler) == {"Once": "eager", "Step": "cold"}
-        assert (compiler.policy.waiting, compiler.reports[0].waiting) == (1, 1)
+        assert (compiler.supply.waiting, compiler.reports[0].waiting) == (1, 1)
         assert predict(compiler, modules)[0] == {"eager": 2}, "no request waits"
         only_graphs, _ = next_boot(directory, replace(settings, precompile=False), is_hit=False)
         assert steps(only_graphs)["Once"] in ("cold", "cached")
     for mark in restart.path.rglob("*.late"):
         mark.with_name(mark.name.partition(".")[0] + ".aot").unlink()
     compiler, _ = next_boot(restart, settings)
-    assert (compiler.reports[0].made, compiler.policy.waiting) == (1, 0)
+    assert (compiler.reports[0].made, compiler.supply.waiting) == (1, 0)
 
 
 @pytest.mark.parametrize("unseen", ["eager", "error", "block"])
 def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(restart, unseen):
     """All of it is preloaded then."""
     compiler, _ = next_boot(restart, Settings(cold_start="background", unseen=unseen), warms_up=False)
-    assert len(compiler.policy.artifacts._ahead) == 2
+    assert len(compiler.supply.artifacts._ahead) == 2
     warm_up(compiler, lambda: call(tuple(region for kind in compiler.by_class.values() for region in kind.places)))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
 def test_a_function_that_is_taken_during_a_call_is_asked_whether_it_fits_the_next_one(restart, monkeypatch):
     compiler, (one, other, _) = next_boot(restart)
-    serve, known = Region._serve_eager, compiler.policy.moment.known
+    serve, known = Region._serve_eager, compiler.supply.moment.known
     meanwhile = (monkeypatch.undo, lambda: finish(compiler), lambda: eager(other, tensor()))  # as another thread
     monkeypatch.setattr(Region, "_serve_eager", lambda *inputs: (serve(*inputs), *(call() for call in meanwhile))[0])
     known.clear()
     eager(one, tensor())
-    assert not compiler.policy.moment.known.get(one), "so its guards are checked"
+    assert not compiler.supply.moment.known.get(one), "so its guards are checked"
 
 
 def test_predictions_at_the_same_time_have_one_code_each(restart):
@@ -217,7 +217,7 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
         compiler = Regions(BACKGROUND, directory, is_hit=True)
         one, two = built(compiler)
         finish(compiler)
-        compiler.policy.moment.pass_by()
+        compiler.supply.moment.pass_by()
         move, other = Case.move, [one]
 
         def faster(case: Case, state: State) -> bool:
@@ -245,10 +245,10 @@ def test_what_another_version_stored_is_published_though_nothing_calls_it_again(
 
 def test_if_nothing_can_be_loaded_on_a_thread_calls_load_it(restart, monkeypatch):
     compiler, modules = next_boot(restart)
-    monkeypatch.setattr("compile_cache.serving.policy.end_at_exit", lambda *_: 1 / 0)
+    monkeypatch.setattr("compile_cache.serving.supply.end_at_exit", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        compiler.policy.release()
-    assert compiler.policy.wait(0.0)
+        compiler.supply.release()
+    assert compiler.supply.wait(0.0)
     assert predict(compiler, modules)[0] == {"precompiled": 2}
 
 
@@ -270,7 +270,7 @@ def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(res
         path.with_name(path.name.partition(".")[0] + ".aot").write_bytes(b"damaged")
     finish(compiler)
     assert predict(compiler, modules)[0] == {"eager": 2}
-    assert compiler.policy.wait(60)
+    assert compiler.supply.wait(60)
     assert predict(compiler, modules)[0] == {"eager": 2}
     assert "is damaged" in compiler.reports[0].reason
 
@@ -283,13 +283,13 @@ def test_calls_after_ready_wait_for_nothing(restart):
     other = build(Once)
     compiler.compile(other, after_ready=True)
     warm_up(compiler, lambda: call((other, *modules[1:])))
-    assert compiler.policy.waiting == 0
+    assert compiler.supply.waiting == 0
     assert predict(compiler, (other, *modules[1:]))[0] == {"precompiled": 2}
 
 
 def test_a_fork_loads_what_it_needs(restart):
     compiler, modules = next_boot(restart)
-    compiler.policy.order_nothing("a fork has no second process")
+    compiler.supply.order_nothing("a fork has no second process")
     call(modules)
     assert dict(compiler.by_class[Once].served) == {"eager": 2, "precompiled": 2}
 
@@ -319,9 +319,9 @@ def test_the_mark_says_what_is_late(restart):
 def test_a_request_loads_nothing_while_its_functions_are_to_be_loaded_beside_it(restart, monkeypatch):
     compiler, modules = next_boot(restart)
     gap = threading.Event()
-    monkeypatch.setattr(compiler.policy, "_wait_for_gap", lambda _: gap.wait(60))
-    compiler.policy.release()
+    monkeypatch.setattr(compiler.supply, "_wait_for_gap", lambda _: gap.wait(60))
+    compiler.supply.release()
     assert predict(compiler, modules) == ({"eager": 2}, False)
     gap.set()
-    assert compiler.policy.wait(60)
+    assert compiler.supply.wait(60)
     assert predict(compiler, modules) == ({"precompiled": 2}, True)

@@ -74,7 +74,7 @@ def made(shared):
         warm_up(compiler, lambda module=module: module(tensor()))
     steps = {region.report.name: (region.report.step, region.report.made) for region in compiler.by_class.values()}
     singles = ("Block", "Pair", "Global", "Environ", "Beside", "Tunable")
-    assert steps == dict.fromkeys(singles, ("cold", 1)) | dict.fromkeys(("Layer", "Batched"), ("cold", 2))
+    assert steps == dict.fromkeys(singles, ("precompiled", 1)) | dict.fromkeys(("Layer", "Batched"), ("precompiled", 2))
     return shared
 
 

@@ -29,7 +29,7 @@ def background(directory: CacheDirectory, *modules: nn.Module, unseen: str = "ba
 
 def orders(compiler: Regions) -> list[Order]:
     """What waits for the second process."""
-    backlog = compiler.policy.orders()
+    backlog = compiler.supply.orders()
     assert not isinstance(backlog, str)
     return [order for *_, order in sorted(backlog.queue._orders.queue)]
 
@@ -65,14 +65,14 @@ def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_on
 
 
 def test_a_call_for_which_too_many_wait_is_ordered_once_they_are_made(directory, monkeypatch):
-    monkeypatch.setattr("compile_cache.serving.policy.RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr("compile_cache.serving.supply.RECOMPILE_LIMIT", 2)
     block = build(WideBlock)
     compiler = background(directory, block)
     warm_up(compiler, lambda: [block(tensor(count, 16)) for count in (3, 4, 5, 5)])
     assert len(orders(compiler)) == 2
     finish(compiler)
     eager(block, tensor(5, 16))
-    assert compiler.policy.wait(600)
+    assert compiler.supply.wait(600)
     for count in (3, 4, 5, 3, 4, 5):
         eager(block, tensor(count, 16))
     assert dict(compiler.by_class[WideBlock].served) == {"eager": 8, "precompiled": 3}
@@ -83,7 +83,7 @@ def test_new_code_is_taken_between_two_predictions(directory):
     good, bad = build(Wide), build(faulty_blocks.Cheating)
     compiler = background(directory, good, bad)
     expected = warm_up(compiler, lambda: [good(tensor(4, 16)), bad(tensor(4, 16))])
-    moment, regions = compiler.policy.moment, compiler.by_class
+    moment, regions = compiler.supply.moment, compiler.by_class
     moment.begin(FIRST)
     finish(compiler)
     served = []
@@ -194,11 +194,11 @@ def test_the_report_says_why_code_does_not_fit(directory, monkeypatch):
     block = build(faulty_blocks.Flagged)
     compiler = background(directory, block)
     expected = warm_up(compiler, lambda: block(tensor(4, 16)))
-    compiler.policy.release()
+    compiler.supply.release()
     for _ in range(4):
-        assert compiler.policy.wait(600)
+        assert compiler.supply.wait(600)
         torch.testing.assert_close(eager(block, tensor(4, 16)), expected)
-    assert compiler.policy.waiting == 0
+    assert compiler.supply.waiting == 0
     report = only_report(compiler)
     assert (report.made, report.step) == (0, "eager")
     assert "IS_DOUBLED" in report.reason
@@ -228,7 +228,7 @@ def test_a_prediction_that_raises_is_no_whole_one(directory, error, made):
     compiler, marked = background(directory), list[str]()
     prediction = Prediction(BootReport(), compiler)
     prediction.__enter__()
-    compiler.policy.moment.note_ending("a function", lambda: marked.append("marked"))
+    compiler.supply.moment.note_ending("a function", lambda: marked.append("marked"))
     prediction.__exit__(error and type(error), error, None)
     assert marked == made
 

@@ -35,7 +35,7 @@ from compile_cache.serving import region as region_module
 from compile_cache.serving import states as states_module
 from compile_cache.serving.comparison import compare
 from compile_cache.serving.regions import Regions
-from compile_cache.serving.states import State
+from compile_cache.serving.kinds import State
 from compile_cache.settings import Settings
 from compile_cache.storage.publishable import Publishable
 
@@ -297,9 +297,9 @@ def test_a_call_that_is_cancelled_at_any_instruction_leaves_no_turn_taken_and_no
             is_whole = False
         finally:
             sys.settrace(None)
-        assert compiler.policy.maker is None
+        assert compiler.supply.maker is None
         (region,) = compiler.by_class.values()
-        assert {case.state for case in region.source.kinds} <= {State.NEW, State.ORDERED, State.EAGER}
+        assert {case.state for case in region.supply.kinds} <= {State.NEW, State.ORDERED, State.EAGER}
         if is_whole:
             break
     assert calls > 20
@@ -432,7 +432,7 @@ def test_a_stored_graph_that_is_gone_is_not_compiled_in_the_setup_but_ordered(di
         compiler = boot(directory, again, settings=Settings(cold_start="background"))
         with torch._dynamo.config.patch(suppress_errors=suppressed):
             close(warm_up(compiler, lambda again=again: again(tensor())), eager(build(kind), tensor()))
-        assert (only_report(compiler).step, compiler.policy.waiting) == ("eager", 1)
+        assert (only_report(compiler).step, compiler.supply.waiting) == ("eager", 1)
 
 
 def test_an_instance_whose_graph_is_not_stored_is_ordered_beside_one_whose_graph_is(directory, monkeypatch):
@@ -509,7 +509,7 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
     close(answers, [eager(build(Product), tensor()), eager(build(Product, 2.0), tensor())])
     close([predict(right, tensor()), predict(wrong, tensor())], answers)
     assert "differs from eager" in only_report(compiler).reason
-    assert compiler.policy.directory.publishable.withheld
+    assert compiler.supply.directory.publishable.withheld
     assert not list(directory.path.rglob("*.compared"))
 
 
@@ -538,7 +538,7 @@ def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it
     modules = [build(Product), build(Product)]
     first = boot(directory, *modules)
     warm_up(first, lambda: [module(tensor()) for module in modules])
-    owners = first.policy.directory.publishable.ready(is_ending=True)
+    owners = first.supply.directory.publishable.ready(is_ending=True)
     assert len(marks := [path for path in owners if path.endswith(".compared")]) == 1
     modules = [build(Product), build(Product)]
     directory.publishable = Publishable(directory.scan)
@@ -548,11 +548,11 @@ def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it
         second.compile(module)
     with torch.inference_mode(), second.watching():
         modules[0](tensor())
-        published = second.policy.directory.publishable.ready(is_ending=True)
+        published = second.supply.directory.publishable.ready(is_ending=True)
         assert [path for path in published if path.endswith(".aot")]
         assert not published.keys() & {*marks}
         modules[1](tensor())
-    assert {*marks} <= second.policy.directory.publishable.ready(is_ending=True).keys()
+    assert {*marks} <= second.supply.directory.publishable.ready(is_ending=True).keys()
 
 
 def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compared(shared, monkeypatch):

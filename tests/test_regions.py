@@ -146,11 +146,11 @@ def test_classes_of_one_name_are_counted_apart_and_own_their_files_apart(directo
     }
     first, second = compiler.by_class.values()
     ready = directory.publishable.ready(is_ending=True)
-    first.source.drop(next(iter(first.source.kinds)), "it failed")
+    first.supply.drop(next(iter(first.supply.kinds)), "it failed")
     left = directory.publishable.ready(is_ending=True)
-    assert first.source.owner not in left.values()
-    assert {path for path, owner in ready.items() if owner == second.source.owner} <= left.keys()
-    assert second.source.owner in left.values()
+    assert first.supply.owner not in left.values()
+    assert {path for path, owner in ready.items() if owner == second.supply.owner} <= left.keys()
+    assert second.supply.owner in left.values()
 
 
 def test_torch_script_is_refused(directory):

@@ -36,8 +36,8 @@ from compile_cache.calls.spec import CallSpec, likeness
 from compile_cache.serving import region as routing
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.regions import Regions
-from compile_cache.serving.source import Source
-from compile_cache.serving.states import Case, State
+from compile_cache.serving.supply import Source
+from compile_cache.serving.kinds import Case, State
 from compile_cache.settings import Settings
 
 TABLE = torch.eye(SIZE)
@@ -92,7 +92,7 @@ def settled(state: str, root: Path) -> Iterator[Served]:
         compiler = boot(directory, block, settings=settings)
         if state != "eager":  # of which the warm-up knows nothing
             warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             for _ in range(3):
                 assert_right(block, twin)
         assert step_of(compiler, block) == step
@@ -112,7 +112,7 @@ def served(lasting) -> Iterator[Served]:
     (block, twin, compiler), step = lasting
     assert step_of(compiler, block) == step
     yield block, twin, compiler
-    with prediction(compiler.policy.moment):
+    with prediction(compiler.supply.moment):
         assert_right(block, twin)
         assert step_of(compiler, block) == step
 
@@ -183,7 +183,7 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
     block, twin, compiler = served
     undo = [CHANGES[change](module) for module in (block, twin)]
     for _ in range(2):
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             for _ in range(2):
                 assert_right(block, twin)
     for back in reversed(undo):
@@ -193,7 +193,7 @@ def test_what_changes_in_a_module_is_served_in_the_next_prediction_and_so_is_the
 @pytest.mark.parametrize("change", AT_ONCE)
 def test_what_changes_in_the_middle_of_a_prediction_is_never_ignored(served, change):
     block, twin, compiler = served
-    with prediction(compiler.policy.moment):
+    with prediction(compiler.supply.moment):
         assert_right(block, twin)
         undo = [AT_ONCE[change](module) for module in (block, twin)]
         assert_right(block, twin)
@@ -207,7 +207,7 @@ def test_code_that_does_not_fit_for_some_predictions_serves_again_afterwards(ser
     before, steps = step_of(compiler, block), []
     for factor in (2.0, 1.0, 3.0, 1.0, 2.0, 1.0):
         block.factor = twin.factor = factor
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             for _ in range(2):
                 assert_right(block, twin)
             steps += [step_of(compiler, block)] * (factor == 1.0)
@@ -230,7 +230,7 @@ def test_numbers_that_are_equal_and_not_the_same_are_told_apart(tmp_path, state,
         for call in (call_with, call_having):
             for first, *others in [(1.0, True, 1)] if call is call_having and block.graphs else numbers:
                 warm_up(compiler, lambda call=call, first=first: [call(first) for _ in range(2)])
-                with prediction(compiler.policy.moment):
+                with prediction(compiler.supply.moment):
                     for number in (first, *(first, *others) * 2):
                         call(number)
 
@@ -246,7 +246,7 @@ def tracked() -> torch.Tensor:
 @pytest.mark.parametrize("other", [strided, tracked, lambda: tensor(5, SIZE), lambda: tensor().double().float()])
 def test_other_inputs_are_served_as_their_own_kind(served, other):
     block, twin, compiler = served
-    with prediction(compiler.policy.moment):
+    with prediction(compiler.supply.moment):
         assert_right(block, twin, other())
         assert_right(block, twin)
 
@@ -260,7 +260,7 @@ def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_g
         handle.remove()
     steps = []
     for _ in range(3):
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             assert_right(block, twin)
             steps.append(step_of(compiler, block))
     assert steps[-1] == "precompiled", steps
@@ -285,7 +285,7 @@ def test_code_for_aligned_weights_serves_none_that_lie_elsewhere_from_the_next_p
                 weight.data = state[name]
         else:
             block.kept = state["kept"]
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             assert_right(block, build(Block))
             steps.append(step_of(compiler, block))
     assert steps == ["precompiled", "eager", "precompiled"]
@@ -322,11 +322,11 @@ def test_an_eager_call_is_described_once_a_prediction(directory, monkeypatch, ou
     described, real = [], call_spec.structure
     monkeypatch.setattr(call_spec, "structure", lambda module: described.append(module) or real(module))
     for _ in range(2):
-        with contextlib.nullcontext() if outside else prediction(compiler.policy.moment):
+        with contextlib.nullcontext() if outside else prediction(compiler.supply.moment):
             for number in range(20):
                 eager(block, tensor(seed=number), inputs)
     assert len(described) == (0 if outside else 2)
-    assert set(compiler.policy.moment.known) == {block}
+    assert set(compiler.supply.moment.known) == {block}
 
 
 class Attributes(dict[str, Any]):
@@ -343,7 +343,7 @@ def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(directory, 
     block.options = Attributes(a=1)
     warm_up(compiler, lambda: [block(tensor(), Attributes(a=1)) for _ in range(2)])
     for _ in range(3):
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
     assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
 
@@ -393,10 +393,10 @@ def compared(directory):
     """A block whose code has passed and is taken at the next moment, its case, and its boot."""
     block = build(Block)
     compiler = boot(directory, block, settings=Settings(cold_start="block"))
-    compiler.policy.moment.begin(FIRST)
+    compiler.supply.moment.begin(FIRST)
     warm_up(compiler, lambda: block(tensor()))
     (region,) = compiler.by_class.values()
-    (case,) = region.source.kinds
+    (case,) = region.supply.kinds
     yield block, case, compiler, region
     assert step_of(compiler, block) == "eager"
     assert case.state is State.EAGER
@@ -408,22 +408,22 @@ def test_code_that_another_thread_drops_while_it_is_taken_is_not_taken(compared,
     assert case.state is State.ARRIVED
     real = Case.serve
     monkeypatch.setattr(
-        Case, "serve", lambda *inputs: region.source.drop(case, "another thread gave it up") or real(*inputs)
+        Case, "serve", lambda *inputs: region.supply.drop(case, "another thread gave it up") or real(*inputs)
     )
-    compiler.policy.moment.end(FIRST, is_complete=True)
-    compiler.policy.moment.begin(FIRST)
+    compiler.supply.moment.end(FIRST, is_complete=True)
+    compiler.supply.moment.begin(FIRST)
 
 
 def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_later_call(compared, monkeypatch):
     block, case, compiler, region = compared
-    compiler.policy.moment.end(FIRST, is_complete=True)
-    compiler.policy.moment.begin(FIRST)
+    compiler.supply.moment.end(FIRST, is_complete=True)
+    compiler.supply.moment.begin(FIRST)
     assert case.state is State.TAKEN
     real = Case.is_to_compare
     monkeypatch.setattr(
         Case,
         "is_to_compare",
-        lambda *inputs: bool(region.source.drop(case, "another thread gave it up")) or real(*inputs),
+        lambda *inputs: bool(region.supply.drop(case, "another thread gave it up")) or real(*inputs),
     )
     eager(block, tensor())
 
@@ -471,7 +471,7 @@ def test_another_thread_draws_no_random_numbers_twice(directory, monkeypatch):
 
         def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
             def try_out(*call: Any) -> Any:
-                threads.submit(compiler.policy.moment.begin, SECOND).add_done_callback(lambda _: began.set())
+                threads.submit(compiler.supply.moment.begin, SECOND).add_done_callback(lambda _: began.set())
                 assert not began.wait(0.2)
                 return function(*call)
 
@@ -490,7 +490,7 @@ def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_t
     with torch._inductor.config.patch(fallback_random=True):
         block = build(Drawing)
         compiler = boot(directory, block, settings=Settings(cold_start="block"))
-        moment, real = compiler.policy.moment, routing.call_region
+        moment, real = compiler.supply.moment, routing.call_region
 
         def call_region(*call: Any) -> Any:
             monkeypatch.undo()
@@ -518,7 +518,7 @@ class Counting(Block):
 def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code(directory, monkeypatch):
     block = build(Counting)
     compiler = boot(directory, block, settings=Settings(cold_start="block"))
-    moment, real = compiler.policy.moment, Comparison.check
+    moment, real = compiler.supply.moment, Comparison.check
 
     def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
         monkeypatch.undo()
@@ -529,7 +529,7 @@ def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code
     monkeypatch.setattr(Comparison, "check", check)
     warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
     assert "not compared with eager: while other predictions were open" in only_report(compiler).reason
-    with prediction(compiler.policy.moment):
+    with prediction(compiler.supply.moment):
         assert step_of(compiler, block) == "precompiled"
 
 
@@ -539,7 +539,7 @@ def test_an_instance_that_is_first_called_late_has_one_code_in_a_prediction(dire
     warm_up(compiler, lambda: [blocks[0](tensor()) for _ in range(2)])
     found = []
     for _ in range(2):
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             found += [[step_of(compiler, block) for _ in range(3)] for block in blocks]
     assert found == [["precompiled"] * 3, ["eager"] * 3, ["precompiled"] * 3, ["precompiled"] * 3]
 
@@ -552,7 +552,7 @@ def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(d
         with pytest.raises(ZeroDivisionError):
             warm_up(compiler, lambda: block(tensor()))
     (region,) = compiler.by_class.values()
-    (case,) = region.source.kinds
+    (case,) = region.supply.kinds
     assert case.state is State.NEW
     warm_up(compiler, lambda: block(tensor()))
     assert case.state is State.ORDERED
@@ -593,7 +593,7 @@ def test_an_input_that_is_a_part_of_a_buffer_that_is_written_is_an_eager_kind_of
     for _ in range(3):
         eager(twin, tensor().clone())
     for is_part in (False, True) * 4:
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             found, expected = (eager(m, m.past[:4] if is_part else tensor().clone()) for m in (block, twin))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert "it writes into memory that two of its tensors share" in only_report(compiler).reason
@@ -612,7 +612,7 @@ def test_an_input_that_is_a_part_of_a_buffer_is_not_like_a_settled_call_with_ano
         block, twin = build(BreaksBefore), build(BreaksBefore)
     compiler = boot(directory, block, settings=PRECOMPILED)
     warm_up(compiler, lambda: [block(tensor()) for _ in range(3)])
-    with prediction(compiler.policy.moment), torch.inference_mode():
+    with prediction(compiler.supply.moment), torch.inference_mode():
         assert [step_of(compiler, block) for _ in range(2)] == ["compiled"] * 2
         block.past.copy_(tensor(8, SIZE)), twin.past.copy_(tensor(8, SIZE))
         torch.testing.assert_close(block(block.past[:4]), twin(twin.past[:4]), rtol=1e-3, atol=1e-3)

@@ -11,7 +11,7 @@ from torch import nn
 
 from compile_cache.calls.spec import Call, CallSpec, top_sizes
 from compile_cache.of_each import OfEach
-from compile_cache.serving.states import MOVES, Case, Kinds, Standing, State
+from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
 
 
 class Code:

@@ -41,7 +41,7 @@ def answer(block: nn.Module, rows: int) -> torch.Tensor:
 
 def functions_of(compiler: Regions) -> list[str]:
     """The paths of all functions that were handed over."""
-    return [path for path in compiler.policy.directory.publishable.ready(is_ending=True) if path.endswith(".aot")]
+    return [path for path in compiler.supply.directory.publishable.ready(is_ending=True) if path.endswith(".aot")]
 
 
 def served(compiler: Regions) -> dict[str, int]:
@@ -58,7 +58,7 @@ def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompil
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 2}
     assert compiler._count_calls() == 2
-    assert compiler.policy.waiting == 1
+    assert compiler.supply.waiting == 1
     finish(compiler)
     answer_all([block] * 2)
     assert served(compiler) == {"eager": 3, "precompiled": 1}
@@ -93,13 +93,13 @@ def answer_all(blocks: list[nn.Module], rows: int = 4) -> None:
 
 def marks(compiler: Regions) -> set[str]:
     """What tells later boots on which instances code was compared."""
-    return {path for path in compiler.policy.directory.publishable.ready(is_ending=True) if path.endswith(".compared")}
+    return {path for path in compiler.supply.directory.publishable.ready(is_ending=True) if path.endswith(".compared")}
 
 
 def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_next_one_is_served(many):
     blocks, compiler = many
     for expected in ({"eager": 12}, {"eager": 12, "precompiled": 6}):
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             answer_all(blocks)
             assert bool(marks(compiler)) is ("precompiled" in expected)
         assert served(compiler) == expected
@@ -110,11 +110,11 @@ def test_an_answer_without_code_uses_nothing_of_another_version(directory):
     regions = boot(directory, build(Product), settings=BACKGROUND)
     directory.publishable.plant({"seed.so": "blocks.Product"})
     (region,) = regions.by_class.values()
-    region.source._hand_over((), "", has_found=True)
+    region.supply._hand_over((), "", has_found=True)
     assert directory.publishable.ready() == {}
-    region.source._hand_over((), "precompiled/a/0.cached", has_found=False)
+    region.supply._hand_over((), "precompiled/a/0.cached", has_found=False)
     assert directory.publishable.ready().keys() <= {"precompiled/a/0.cached"}
-    region.source._hand_over((), "precompiled/a/0.cached", has_found=True, wait_s=0.0)
+    region.supply._hand_over((), "precompiled/a/0.cached", has_found=True, wait_s=0.0)
     directory.publishable.withheld.add("precompiled/a/0.cached")
     assert directory.publishable.ready() == {"seed.so": "blocks.Product"}
 
@@ -122,7 +122,7 @@ def test_an_answer_without_code_uses_nothing_of_another_version(directory):
 def test_code_is_published_with_its_files_once_it_serves_or_at_the_end(many):
     blocks, compiler = many
     (path,) = functions_of(compiler)
-    publishable = compiler.policy.directory.publishable
+    publishable = compiler.supply.directory.publishable
     answer_all(blocks[:1])
     assert publishable.ready() == {}
     at_the_end = publishable.ready(is_ending=True)
@@ -147,11 +147,11 @@ def test_later_boots_are_told_on_which_instances_whole_predictions_compared(many
     blocks, compiler = many
     for called, is_whole in predictions:
         before = marks(compiler)
-        with prediction(compiler.policy.moment, is_whole):
+        with prediction(compiler.supply.moment, is_whole):
             answer_all([blocks[number] for number in called])
             assert marks(compiler) == before
     answer_all(blocks * 2)  # outside predictions, none is whole
-    read = read_marks(compiler.policy.directory.path, marks(compiler)).values()
+    read = read_marks(compiler.supply.directory.path, marks(compiler)).values()
     places = [f"blocks.Product {number + 1} " for number in marked]
     assert [sorted(mark.places) for mark in read] == ([places] if marked else [])
 
@@ -168,7 +168,7 @@ def served_one(many):
 def predict_each(compiler: Regions, blocks: list[nn.Module]) -> list[str]:
     """A prediction that calls each block once. Returns how each call was served."""
     steps = []
-    with prediction(compiler.policy.moment):
+    with prediction(compiler.supply.moment):
         for block in blocks:
             before = Counter(served(compiler))
             answer_all([block])
@@ -188,7 +188,7 @@ def test_an_instance_on_which_code_cannot_be_compared_costs_the_others_nothing(s
     assert predict_each(compiler, [second, first, other]) == ["eager", "precompiled", "eager"]
     assert predict_each(compiler, [second, first, other]) == ["precompiled", "precompiled", "eager"]
     assert {"no copy": "cannot be compared", "no memory": "none left"}[obstacle] in only_report(compiler).reason
-    assert compiler.policy.waiting == 0
+    assert compiler.supply.waiting == 0
 
 
 def test_code_that_serves_already_does_not_wait_for_an_instance_that_is_gone(served_one, monkeypatch):
@@ -216,7 +216,7 @@ def test_a_comparison_that_does_not_end_is_tried_after_1_10_and_100_predictions_
     """What waits makes each call outside predictions one of its own, for which everything is looked at again. What was
     given up leaves nothing to wait for."""
     blocks, compiler = many
-    moment, tries = compiler.policy.moment, []
+    moment, tries = compiler.supply.moment, []
 
     def fail(*_: object) -> None:
         tries.append(now)
@@ -285,7 +285,7 @@ def test_nothing_is_compiled_for_calls_that_make_a_cache_larger(directory, setti
     compiler, before = boot(directory, block, settings=settings), read_counts()
     given = [make() for make in inputs]
     warm_up(compiler, lambda: [block(tensor(4, 16), *given) for _ in range(3)])
-    assert read_counts().since(before).graphs == compiler.policy.waiting == 0
+    assert read_counts().since(before).graphs == compiler.supply.waiting == 0
     assert served(compiler) == {"eager": 3}
     assert "larger" in only_report(compiler).reason
 
@@ -322,7 +322,7 @@ def test_a_call_with_a_growing_cache_is_described_once_and_one_without_has_its_o
     for known in (1, 0, 0):  # the first call shows that it grows
         described.clear(), looked_at.clear()
         before, memories = Counter(served(compiler)), {each: Memory() for each in (block, other, twin)}
-        with prediction(compiler.policy.moment):
+        with prediction(compiler.supply.moment):
             for seed in range(4):
                 x = tensor(4, 16, seed=seed)
                 answers = [eager(each, x, memory) for each, memory in memories.items()]
@@ -353,7 +353,7 @@ def test_code_that_arrives_while_an_adapter_is_in_serves_once_it_is_out(director
     block, compiler = arrived(directory, Adaptable)
     block.adapter = nn.Parameter(torch.eye(16))
     answer(block, 4)
-    assert compiler.policy.wait(600)  # for the adapter's code
+    assert compiler.supply.wait(600)  # for the adapter's code
     block.adapter = None
     answer_all([block] * 4)
     assert len(functions_of(compiler)) == 2
@@ -398,7 +398,7 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(dire
     block, compiler = arrived(directory, Scaled)
     block.scale = 2.0
     answer(block, 4)
-    assert compiler.policy.wait(600)
+    assert compiler.supply.wait(600)
     for scale in (1.0, 1.0, 2.0, 2.0, 1.0, 2.0):
         block.scale = scale
         torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
@@ -408,7 +408,7 @@ def test_code_that_arrives_while_a_number_is_another_serves_once_it_is_back(dire
     for scale in (1.0, 2.0):  # what is ordered with one arrives with the other, as before
         block.scale = scale
         answer(block, 4)
-        assert compiler.policy.wait(600)
+        assert compiler.supply.wait(600)
     for scale in (1.0, 2.0) * 2:
         block.scale = scale
         torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)) + 5)
@@ -422,7 +422,7 @@ def test_a_number_that_changes_from_call_to_call_is_given_up_and_reported(direct
     for scale in (1.0, 2.0, 3.0, 4.0, 5.0):
         block.scale = scale
         torch.testing.assert_close(answer(block, 4), scale * eager(build(Product), tensor(4, 16)))
-        assert compiler.policy.wait(600)
+        assert compiler.supply.wait(600)
     assert only_report(compiler).settled == "eager"
     assert "a number or a flag changes from call to call" in only_report(compiler).reason
     assert len(functions_of(compiler)) == 2
@@ -440,11 +440,11 @@ def test_calls_that_this_process_has_compiled_stay_compiled_while_others_are_com
     blocks = [build(BreakingIfTold) for _ in range(6)]
     compiler = boot(directory, *blocks, settings=Settings(cold_start="block", unseen="background"))
     warm_up(compiler, lambda: [block(tensor(4, 16), True) for block in blocks])
-    compiler.policy.release()
+    compiler.supply.release()
     with torch.inference_mode():
         for block in blocks:
             block(tensor(4, 16), False)
-        assert compiler.policy.wait(600)
+        assert compiler.supply.wait(600)
         blocks[0](tensor(4, 16), False)
         before = served(compiler)
         for block in blocks:
@@ -463,13 +463,13 @@ class Breaking(Product):
 def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directory):
     for _ in range(2):
         block, compiler = built(directory, Breaking, settings=BACKGROUND)
-        assert compiler.policy.waiting == 1
+        assert compiler.supply.waiting == 1
         finish(compiler)
         answer(block, 4)
-        assert compiler.policy.waiting == 0
+        assert compiler.supply.waiting == 0
         assert only_report(compiler).step == "eager"
         assert "a branch depends on the values of tensors" in only_report(compiler).reason
-        compiler.policy.orders().queue.close()
+        compiler.supply.orders().queue.close()
     block, compiler = built(directory, Breaking, settings=BLOCK)
     assert only_report(compiler).step == "cold"
     assert "with graph breaks" in only_report(compiler).reason
@@ -481,7 +481,7 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
 
     block = build(Product)
     compiler = boot(directory, block, settings=replace(BLOCK, unseen="error"))
-    compiler.policy.open()
+    compiler.supply.open()
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fail)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
     warm_up(compiler, lambda: block(tensor(4, 16)))
@@ -494,10 +494,10 @@ def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many
 
 def test_new_calls_are_eager_for_good_where_that_is_set(directory):
     block, compiler = built(directory, Product, settings=replace(BLOCK, unseen="eager"))
-    compiler.policy.release()
+    compiler.supply.release()
     for _ in range(2):
         answer(block, 5)
-    assert (served(compiler), compiler.policy.waiting) == ({"eager": 3}, 0)
+    assert (served(compiler), compiler.supply.waiting) == ({"eager": 3}, 0)
 
 
 def test_a_new_call_is_served_by_code_that_an_earlier_boot_has_made_whatever_the_setting(directory):
@@ -521,32 +521,32 @@ def varied(directory):
 
 def test_sizes_for_which_an_open_graph_is_on_order_wait_for_it_until_it_is_dropped(varied):
     block, compiler = varied
-    assert compiler.policy.waiting == 3  # two sizes, and the graph that fits the others too
+    assert compiler.supply.waiting == 3  # two sizes, and the graph that fits the others too
     finish(compiler)
     before = read_counts()
     for rows in (4, 5, 6, 7, 8, 9):
         answer_all([block], rows)
     assert read_counts().since(before).graphs == 0
     assert served(compiler) == {"eager": 5 + 3, "precompiled": 3}
-    assert compiler.policy.waiting == 0
+    assert compiler.supply.waiting == 0
     (region,) = compiler.by_class.values()
-    (case,) = (case for case in region.source.kinds if case.spec.open)
-    region.source.drop(case, "it differs")
+    (case,) = (case for case in region.supply.kinds if case.spec.open)
+    region.supply.drop(case, "it differs")
     answer(block, 8)
     answer(block, 9)
-    assert compiler.policy.waiting == 2
+    assert compiler.supply.waiting == 2
 
 
 def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(varied, monkeypatch):
     """And answers without code wait for no gap between calls."""
     block, compiler = varied
     pauses: list[float] = []
-    monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
-    *others, (*_, order) = sorted(compiler.policy.orders().queue._orders.queue)
+    monkeypatch.setattr("compile_cache.serving.supply.time.sleep", pauses.append)
+    *others, (*_, order) = sorted(compiler.supply.orders().queue._orders.queue)
     order.answer.set_result(Answer(reason="no graph fits all sizes"))
     answer(block, 7)
     answer(block, 8)
-    assert compiler.policy.waiting == 5  # the queue itself still has that order
+    assert compiler.supply.waiting == 5  # the queue itself still has that order
     for *_, order in others:
         order.answer.set_result(Answer(reason="no process can be started"))
     assert not pauses
@@ -572,7 +572,7 @@ def test_a_call_that_was_cancelled_is_ordered_next_time(directory):
     block, compiler = built(directory, Product, settings=BACKGROUND)
     break_off(block, 5, Cancelled)
     answer(block, 5)
-    assert compiler.policy.waiting == only_report(compiler).waiting == 2
+    assert compiler.supply.waiting == only_report(compiler).waiting == 2
 
 
 @pytest.mark.parametrize("error", [Cancelled, torch.OutOfMemoryError])
@@ -589,15 +589,15 @@ def test_code_is_not_published_while_its_comparison_did_not_end_and_serves_once_
 def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(directory, monkeypatch, counts, slept):
     compiler = boot(directory, build(Product), settings=BACKGROUND)
     calls, pauses = iter(counts), []
-    monkeypatch.setattr(compiler.policy, "_calls", lambda: next(calls))
-    monkeypatch.setattr("compile_cache.serving.policy.time.sleep", pauses.append)
-    compiler.policy._wait_for_gap()
+    monkeypatch.setattr(compiler.supply, "_calls", lambda: next(calls))
+    monkeypatch.setattr("compile_cache.serving.supply.time.sleep", pauses.append)
+    compiler.supply._wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001
 
 
 def test_threads_that_order_at_one_time_have_one_queue(directory, monkeypatch):
-    policy, made, make = boot(directory, settings=BACKGROUND).policy, [], Orders.__init__
+    policy, made, make = boot(directory, settings=BACKGROUND).supply, [], Orders.__init__
     monkeypatch.setattr(Orders, "__init__", lambda *inputs: made.append(inputs) or time.sleep(0.1) or make(*inputs))
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda _: policy.orders(), range(2)))

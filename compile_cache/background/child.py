@@ -57,15 +57,18 @@ class CompilingProcess:
     thread that started it may end earlier. Thread-safe: a second `answer` waits for the first.
     """
 
-    def __init__(self, handler: str, setup: bytes, log: Path, environ: Mapping[str, str]) -> None:
-        """Start the process and return at once, before its imports are done.
+    def __init__(
+        self, handler: str, setup: bytes, log: Path, environ: Mapping[str, str], hurries: bool = False
+    ) -> None:
+        """Start the process and return at once, before its imports are done. Unless it `hurries`, it leaves the CPU to
+        this process.
 
         `handler` names a function, "package.module:function". The child calls it once with `setup`; it returns the
         function that answers an order. The output of the child and its children is appended to `log`; a log of more
         than 8 MiB is emptied.
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
-        self._setup = handler, setup  # sent before the first order
+        self._setup = handler, setup, hurries  # sent before the first order
         with ExitStack() as theirs, ExitStack() as ours:
             self._channel, its_channel = Pipe()
             ours.enter_context(self._channel)
@@ -236,7 +239,6 @@ def main() -> None:
     for descriptor in (channel, liveness):
         os.set_inheritable(descriptor, False)
     _end_with(server, liveness)
-    _give_way()
     faulthandler.enable()
     with suppress(EOFError, OSError):
         _serve(Connection(channel))
@@ -254,9 +256,10 @@ def _serve(channel: Connection) -> None:
         gc.collect()  # a process that waits for its next order should not hold the last one's memory
 
 
-def _handler(name: str, setup: bytes) -> Any:
+def _handler(name: str, setup: bytes, hurries: bool) -> Any:
     """The function that answers orders. What its imports make stays, so garbage collections need not look at it, now
     and after each order."""
+    _give_way(hurries)
     gc.disable()
     try:
         return find(name)(setup)
@@ -280,19 +283,20 @@ def _attempt(step: Callable[..., Any], *inputs: Any) -> Any:
         return OrderFailed(f"{name}: {message}" if message else name, may_succeed_afresh)
 
 
-def _give_way() -> None:
-    """Leave the CPU to predictions, and let a crash leave no core file."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads()))
+def _give_way(hurries: bool) -> None:
+    """Leave the CPU to predictions, unless somebody waits for this process, and let a crash leave no core file."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compile_threads(hurries)))
     with suppress(OSError):
-        niceness = os.nice(_NICENESS)
+        niceness = os.nice(0 if hurries else _NICENESS)
         # A kernel that groups tasks by session (sched_autogroup) reads this session's priority from this file.
         Path("/proc/self/autogroup").write_text(str(niceness))
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-def compile_threads() -> int:
-    """One for every two CPUs that this process may use, at most 32; on two or three CPUs, two.
+def compile_threads(hurries: bool = False) -> int:
+    """One for every two CPUs that this process may use, at most 32; on two or three CPUs, two. One for each CPU if the
+    process `hurries`.
 
     torch would start one for each CPU, and ignore a container's quota. Then predictions have no CPU of their own: a low
     priority makes a worker's turns on a CPU shorter, but does not prevent them. And when a container has used up its
@@ -300,7 +304,7 @@ def compile_threads() -> int:
     """
     allowed = len(os.sched_getaffinity(0))
     cpus = min(allowed, quota_cpus(CGROUP) or allowed)
-    return min(_MOST_THREADS, max(cpus // 2, min(cpus, 2)))
+    return min(_MOST_THREADS, cpus if hurries else max(cpus // 2, min(cpus, 2)))
 
 
 def quota_cpus(cgroup: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ _MOST_S = 60.0
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:
     """A function that takes a pickled call, `ServerState` and `Dimensions`, and returns a pickled `Answer`. `setup` has
-    the pickled settings, and the folder in which the process compiles."""
+    the pickled settings, the folder in which the process compiles, whether it hurries, and the main program's file."""
     maker = _Maker(*pickle.loads(setup))
     return lambda order: pickle.dumps(maker.answer(*pickle.loads(order)))
 
@@ -44,9 +45,11 @@ def start_making(setup: bytes) -> Callable[[bytes], bytes]:
 class _Maker:
     """Compiles in one folder, and tells after each order which files are new."""
 
-    def __init__(self, settings: Settings, path: str) -> None:
+    def __init__(self, settings: Settings, path: str, hurries: bool, main: str | None) -> None:
+        if main is not None:  # the source of the classes that it has, which travel by value
+            sys.modules["__main__"].__file__ = main
         configure_torch()
-        self._pace = Pace()
+        self._pace = Pace(0.0 if hurries else _MOST_S)
         surround_measurements(self._pace.measurement)
         self._path = Path(path)
         self._settings = settings
@@ -65,9 +68,7 @@ class _Maker:
             gc.collect()
             torch.cuda.empty_cache()
         files = self._new_files(answer.path) if answer.path else ()
-        has_found = answer.traced is not None and answer.traced.counts.hits > 0
-        seconds = time.perf_counter() - started
-        return replace(answer, traced=None, function=None, files=files, seconds=seconds, has_found=has_found)
+        return replace(answer, files=files, seconds=time.perf_counter() - started)
 
     def _made(self, content: bytes, state: ServerState, dynamic: Dimensions) -> Answer:
         call = receive(content)
@@ -83,10 +84,10 @@ class _Maker:
                 torch.cuda.empty_cache()  # the server and its predictions may need that memory
                 return shadow.copied()
 
-            answer = make(artifacts, graphs, copies, dynamic, pause, serves=False)
+            answer = make(artifacts, graphs, copies, dynamic, pause)
         if answer.is_precompiled:
             return answer
-        later = "; the next boot takes its graphs from the store" if answer.path else ""
+        later = "; its graphs are in the store" if answer.path else ""
         return replace(answer, reason=f"not compiled ahead of time: {answer.reason}{later}")
 
     def _new_files(self, record: str) -> tuple[str, ...]:
@@ -104,13 +105,13 @@ class Pace:
     for a kernel, predictions have half of the GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float = _MOST_S) -> None:
         self._measuring = threading.Lock()
-        self._left_s = _MOST_S
+        self._most_s = self._left_s = most_s
 
     def begin_order(self) -> None:
-        """Let the pauses take a minute again."""
-        self._left_s = _MOST_S
+        """Let the pauses take their time again."""
+        self._left_s = self._most_s
 
     @contextlib.contextmanager
     def measurement(self) -> Iterator[None]:

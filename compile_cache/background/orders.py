@@ -11,9 +11,11 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import math
 import os
 import pickle
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -40,6 +42,8 @@ _ATTEMPTS = 2
 # A whole transformer with tuning takes two minutes on a fast machine.
 _LIMIT_S = 900.0
 _IDLE_S = 30.0
+# How often a wait looks at the clock.
+_LOOK_S = 0.1
 _LETTERS = str.maketrans("0123456789", "abcdefghij")
 # torch rewrites these files in place.
 _REWRITTEN = (".best_config",)
@@ -112,11 +116,15 @@ class Orders:
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
         # A killed compiler leaves its temporary files. The next boot empties this folder.
         environ["TMPDIR"] = str(self._directory.compilers)
-        return CompilingProcess(_HANDLER, pickle.dumps((self._settings, path)), self._log, environ)
+        hurries = self.queue.hurries
+        main = getattr(sys.modules["__main__"], "__file__", None)
+        setup = pickle.dumps((self._settings, path, hurries, main))
+        return CompilingProcess(_HANDLER, setup, self._log, environ, hurries)
 
 
 class OrderQueue:
-    """Orders for a compiling process. A daemon thread hands them over, one at a time, once `released` is set, at READY.
+    """Orders for a compiling process. A daemon thread hands them over, one at a time, after `release`, at READY, or
+    while somebody waits for them to `finish`: then the process `hurries`.
 
     The process starts with the first order, and ends after `idle_s` without one. An order gets one more try in a new
     process if its process died, hung or ran out of memory. All methods are thread-safe.
@@ -131,7 +139,10 @@ class OrderQueue:
         self._orders: PriorityQueue[tuple[tuple[int, ...], int, Order | None]] = PriorityQueue()
         self._numbers = itertools.count()
         self._putting = threading.Lock()
-        self.released = threading.Event()
+        self._released = threading.Event()
+        self.hurries = False
+        self._until_s = math.inf
+        self._is_answering = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -159,6 +170,22 @@ class OrderQueue:
         """How many orders are not answered. An order is answered when the callbacks of its answer have returned."""
         return self._orders.unfinished_tasks
 
+    def release(self) -> None:
+        """Let orders be answered from now on, by a process that gives way to predictions."""
+        if self.hurries:
+            self.hurries, self._until_s = False, math.inf
+            self._end_process()
+        self._released.set()
+
+    def finish(self, until_s: float) -> None:
+        """Wait until all orders are answered that begin before `until_s` of `time.monotonic`."""
+        self.hurries, self._until_s = True, until_s
+        self._released.set()
+        with self._orders.mutex:
+            while self.waiting and not self._is_closed and (self._is_answering or time.monotonic() < until_s):
+                self._orders.all_tasks_done.wait(_LOOK_S)
+        self._released.clear()
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until every order is answered or `close` is called; True if every order is answered."""
         with self._orders.mutex:
@@ -175,7 +202,7 @@ class OrderQueue:
         with self._orders.mutex:
             self._orders.all_tasks_done.notify_all()
         self._orders.put(((), next(self._numbers), None))
-        self.released.set()
+        self._released.set()
         atexit.unregister(self.close)
         with self._starting:
             process = self._process
@@ -183,7 +210,6 @@ class OrderQueue:
             process.stop()
 
     def _run(self) -> None:
-        self.released.wait()
         while (order := self._next()) is not None:
             started, orders = time.perf_counter(), [order]
             answer = attempt(self._answer, order)
@@ -194,16 +220,26 @@ class OrderQueue:
                 answer = Answer(reason=str(answer.error) if known else answer.reason)
             for each in orders:
                 self._finish(each, answer, started)
+            self._is_answering = False
         for order in self._take_all():
             order.answer.cancel()
 
     def _next(self) -> Order | None:
         """The next order, once there is one; None after `close`. Meanwhile an idle process is ended."""
         while not self._is_closed:
+            self._released.wait()
             try:
-                return self._orders.get(timeout=None if self._process is None else self._idle_s)[-1]
+                numbered = self._orders.get(timeout=None if self._process is None else self._idle_s)
             except Empty:
                 self._end_process()
+                continue
+            if time.monotonic() > self._until_s:  # for after READY
+                self._orders.put(numbered)
+                self._orders.task_done()
+                self._released.clear()
+                continue
+            self._is_answering = True
+            return numbered[-1]
         return None
 
     def _take_all(self) -> list[Order]:

@@ -1,8 +1,9 @@
 """Hands a call of a region to another process: the module and its inputs, without the contents of tensors.
 
-Tensors travel as layouts, classes and functions as names, every other attribute as a value. The receiver makes its own
-tensors, so this process never sees what the receiver writes. Objects of one process cannot travel: locks, threads,
-files, sockets, streams, events, recorded graphs, and functions that only this process can import.
+Tensors travel as layouts, classes and functions as names, every other attribute as a value; so do classes and functions
+that a function made, or that the main program has. The receiver makes its own tensors, so this process never sees what
+the receiver writes. Objects of one process cannot travel: locks, threads, files, sockets, streams, events and recorded
+graphs.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """
@@ -14,9 +15,10 @@ import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from io import BytesIO
+from io import BytesIO, TextIOWrapper
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,7 +28,7 @@ from compile_cache.calls.overlaps import reachable_tensors
 from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import Handle, TensorDescriber, UsedStorage, layout, make_storages
 from compile_cache.errors import Failure, NotHandedOver, first_line, log
-from compile_cache.importable import find, named_objects, why_not
+from compile_cache.importable import OWN_MODULES, find, named_objects, why_not
 
 # The handles of CUDA memory that another process maps, by the address of torch's record of a storage. A weak reference
 # keeps that address taken. Handles are reused because each takes one of torch's 1,000 events: when these are used up,
@@ -138,9 +140,12 @@ def receive(content: bytes) -> Call:
     return call
 
 
-class CallPickler(pickle.Pickler):
+class CallPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Pickles a call into `content`: also objects that pickle would refuse, or would copy although they belong to this
     process, or although the model may ask which object they are."""
+
+    # Not the content of an open file.
+    dispatch_table = {kind: by for kind, by in cloudpickle.Pickler.dispatch_table.items() if kind is not TextIOWrapper}
 
     def __init__(self, module: nn.Module, shares_weights: bool = False) -> None:
         """For a call of `module`. `shares_weights` is for `hand_over`."""
@@ -179,7 +184,11 @@ class CallPickler(pickle.Pickler):
                 name = f"a {type(value).__name__} cannot be handed over"
                 raise NotHandedOver(f"{name}. Remove its parametrizations (torch.nn.utils.parametrize)")
         elif isinstance(value, type | types.FunctionType):
-            _check_importable(value)
+            _check_module(value)
+            reduced = super().reducer_override(value)
+            if isinstance(value, type) and reduced is not NotImplemented and len(reduced) > 2:
+                reduced[2][0]["__qualname__"] = value.__qualname__  # which cloudpickle leaves out
+            return reduced
         elif isinstance(value, _REDUCED_BY_KIND):
             return _reduce_by_kind(value)
         elif name := self.name(value):
@@ -205,18 +214,16 @@ class CallUnpickler(pickle.Unpickler):
         return self._known if (module, name) == (__name__, "known_object") else super().find_class(module, name)
 
 
-def _check_importable(value: type | types.FunctionType) -> None:
-    """Check that another process can import `value` by its name. Pickle looks in this process only.
+def _check_module(value: type | types.FunctionType) -> None:
+    """Check that another process can import the module of `value`, unless it travels by value: what a function made, or
+    the main program has. cloudpickle looks in this process only.
 
     Raises:
-        NotHandedOver: another process cannot import it.
+        NotHandedOver: another process cannot.
     """
-    kind = "class" if isinstance(value, type) else "function"
     name, home = value.__qualname__, value.__module__
-    if "<" in name:
-        where = "a lambda" if name.endswith("<lambda>") else f"the {kind} {name}"
-        raise NotHandedOver(f"{where} cannot be handed over: it was made in a function and cannot be imported")
-    if home is not None and (reason := why_not(home)):
+    if "<" not in name and home not in (None, *OWN_MODULES) and (reason := why_not(home)):
+        kind = "class" if isinstance(value, type) else "function"
         raise NotHandedOver(f"the {kind} {name} cannot be handed over: {reason}")
 
 

@@ -34,7 +34,7 @@ _PUBLISH_TIMEOUT_S = 1800.0
 # the store afterwards.
 _VARIABLES = {
     "COLD_START": "block",
-    "UNSEEN": "block",
+    "UNSEEN": "eager",
     "SETUP_BUDGET_S": "86399",
     "PUBLISH": "true",
     "LAYERS": "",

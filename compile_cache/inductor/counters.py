@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -56,13 +55,9 @@ class CompileCounts:
         return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
 
 
-# What was counted inside `uncounted`.
-_left_out = CompileCounts()
-
-
 def read_counts() -> CompileCounts:
     """The totals of this process. Takes microseconds and imports nothing; without torch all counts are zero."""
-    counts = _torch_counts().since(_left_out)
+    counts = _torch_counts()
     counts.precompiled_loaded, counts.precompiled_made = _precompiled["loaded"], _precompiled["made"]
     return counts
 
@@ -89,17 +84,6 @@ def ended_steps() -> int:
     """How many steps of compiles have ended in this process. The last one of a compile ends after it has written."""
     timed = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
     return sum(map(len, dict(timed).values()))
-
-
-@contextlib.contextmanager
-def uncounted() -> Iterator[None]:
-    """Leave out of the counts what is counted meanwhile: code compiled ahead of time belongs to another boot."""
-    global _left_out
-    before = read_counts()
-    try:
-        yield
-    finally:
-        _left_out = _torch_counts().since(before)
 
 
 def count_precompiled(what: str) -> None:

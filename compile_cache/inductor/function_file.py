@@ -23,7 +23,7 @@ from compile_cache.files import blank_values, replacing
 PRECOMPILED = "precompiled"
 SUFFIX = ".aot"
 # Of a record that says which calls are traced in the setup, out of stored files.
-CACHED = ".cached"
+GRAPHS = ".graphs"
 # Of a mark beside an artifact, which names the instances on which it was compared with eager; and of the same mark, if
 # the artifact is loaded after READY.
 COMPARED, LATE = ".compared", ".late"

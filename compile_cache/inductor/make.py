@@ -1,6 +1,6 @@
 """Makes code for a kind of call: the graphs of `torch.compile`, and a function compiled ahead of time.
 
-`make` is the one maker. The second process calls it (`background`), and so does the server (`block`, `fill`).
+`make` is the one maker, and the second process alone calls it. The server traces graphs out of stored files.
 
 The first call imports torch's compiler. This module does not, because the server reads every `Answer`. It needs
 none of the private names that functions compiled ahead of time need.
@@ -16,7 +16,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock  # torch has imported it
 
@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from compile_cache.calls.overlaps import writes_where_tensors_overlap
-from compile_cache.calls.spec import Args, Call, CallSpec, Kwargs, call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.spec import Call, call_by_graph, call_region, on_gpu, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
-from compile_cache.inductor.counters import CompileCounts, read_counts, uncounted
+from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.inductor.function_file import SUFFIX
 from compile_cache.inductor.toolchain import configure_torch
 
@@ -50,17 +50,13 @@ _looking_up = threading.RLock()
 _HEAD_START_CYCLES = 10_000_000
 
 
-def is_beyond_limit(error: BaseException) -> bool:
-    """Whether torch refuses a graph because the function has too many."""
-    return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
-
-
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The graphs of one call: whether a branch depends on the values of tensors, the seconds that they took, and
-    torch's counts meanwhile. `tracing_s` is about what they take once they are stored. `broken_by` says what broke the
-    graph; it is empty if the graph is whole."""
+    """The graphs of one call, and their `answer`: whether a branch depends on the values of tensors, the seconds that
+    they took, and torch's counts meanwhile. `tracing_s` is about what they take once they are stored. `broken_by` says
+    what broke the graph; it is empty if the graph is whole."""
 
+    answer: Any
     depends_on_data: bool
     seconds: float
     tracing_s: float
@@ -70,22 +66,20 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was made of a kind of call, here or in the second process. `path` is its record's file, empty if there is
-    none.
+    """What the second process made of a kind of call. `path` is its record's file, empty if there is none.
 
-    With a function, the kind is `precompiled`, and `compiled_ms` and `eager_ms` are its times; they are 0 if they could
-    not be measured. Without, it is `cached` if it has a `path`: its graphs are in Inductor's files. `reason` says why
-    there is no function. `traced` and `function` stay in the process that made them.
+    With a function, `compiled_ms` and `eager_ms` are its times; they are 0 if they could not be measured. Without, a
+    `path` is of a record of graphs, which are in Inductor's files, and `reason` says why there is no function. The
+    server loads the `function`.
 
-    The second process adds the `files` that are new in its folder, the `seconds` that the order took, and whether it
-    `has_found` graphs in stored files.
+    `files` are new in the second process's folder, `seconds` are those that the order took, and `has_found` says
+    whether graphs were found in stored files.
     """
 
     path: str = ""
     reason: str = ""
     compiled_ms: float = 0.0
     eager_ms: float = 0.0
-    traced: Traced | None = None
     function: Precompiled | None = None
     files: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -140,57 +134,22 @@ class Graphs:
         return self._functions[is_whole, compiles](*call)
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """The graph or graphs of `torch.compile` for some calls. `adding` says how a comparison may add some: see
-    `Policy.for_graphs`. `path` is empty: graphs lie in files of Inductor's. Only a function has a file of its own, and
-    marks that say what it was `compared_on`."""
-
-    graphs: Graphs
-    is_whole: bool
-    adding: Callable[[], str]
-    path: str = ""
-    compared_on: frozenset[str] = frozenset()
-
-    def fits(self, call: Call) -> bool:
-        """True: torch has the guards, and checks them in the call."""
-        return True
-
-    def misfit(self, call: Call) -> str:
-        """Empty: the call itself finds out."""
-        return ""
-
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        """Serve a call by a graph that exists. Raises as `Graphs.run` does."""
-        return self.graphs.run(self.is_whole, (module, args, kwargs), compiles=False)
-
-    @_ending_compilers()
-    def try_out(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        """Serve a call that is compared. Raises as `Graphs.run` and `out_of_stored_files` do."""
-        adding = self.adding()
-        with out_of_stored_files() if adding == "stored" else contextlib.nullcontext():
-            return self.graphs.run(self.is_whole, (module, args, kwargs), compiles=bool(adding))
-
-
 @_ending_compilers()
 def make(
-    artifacts: Artifacts | None,
+    artifacts: Artifacts,
     graphs: Graphs,
     copies: Callable[[], Call],
     dynamic: Dimensions = (),
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    serves: bool = True,
 ) -> Answer:
     """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
-    time. If torch refuses the second step, the call is `cached`, if its graphs can be taken out of stored files.
+    time. If torch refuses the second step, its graphs are recorded, if they can be taken out of stored files.
 
     Args:
-        artifacts: where the record is written; without, none is.
+        artifacts: where the record is written.
         copies: a new copy of the call, because runs may change it.
         dynamic: the sizes that the code leaves open.
         pause: a context around measurements on the GPU.
-        serves: whether this process is the server. Another one does not know the values of the server's tensors: a
-            branch on a value may go another way, so a call with one is not `cached`.
 
     Raises:
         CompileCacheError: no code may be made for this call.
@@ -199,47 +158,37 @@ def make(
     if writes_where_tensors_overlap(copies()):
         raise ArtifactError("it writes into memory that two of its tensors share; give it a copy of one")
     traced = trace(graphs, lambda: _left_open(dynamic, copies()))
-    if artifacts is None:
-        return Answer(traced=traced)
+    has_found = traced.counts.hits > 0
     try:
-        with uncounted():
-            function = artifacts.make(_left_open(dynamic, copies()))
-            if misfit := function.misfit(copies()):
-                artifacts.reject(function.path, misfit)
-                raise ArtifactError(f"it does not fit its own call: {misfit}")
+        function = artifacts.make(_left_open(dynamic, copies()))
+        if misfit := function.misfit(copies()):
+            artifacts.reject(function.path, misfit)
+            raise ArtifactError(f"it does not fit its own call: {misfit}")
     except CompileCacheError as error:
         reason = str(error)
-        if traced.depends_on_data and not serves:
+        if traced.depends_on_data:
             reason += "; a branch depends on the values of tensors, which the second process does not know"
+        if traced.depends_on_data or dynamic:
             raise ArtifactError(reason) from error
-        if dynamic:
-            raise ArtifactError(reason) from error
-        return _graphs_made(artifacts, graphs, copies, serves, traced, reason)
+        return replace(_graphs_made(artifacts, graphs, copies, reason), has_found=has_found)
     with pause():
         times = attempt(compare_speed, function, copies)
     compiled_ms, eager_ms = (0.0, 0.0) if isinstance(times, Failure) else times
-    return Answer(function.path, "", compiled_ms, eager_ms, traced, function)
+    return Answer(function.path, "", compiled_ms, eager_ms, has_found=has_found)
 
 
-def _graphs_made(
-    artifacts: Artifacts, graphs: Graphs, copies: Callable[[], Call], serves: bool, traced: Traced, reason: str
-) -> Answer:
-    """A call of which graphs alone were made. Its record is written if they were found, or are found now: Inductor
-    stores not every graph."""
-    why = "torch does not store its graphs" if traced.counts.fxgraph_bypasses else ""
-    if serves and not traced.counts.misses and (record := artifacts.cached(CallSpec.of(copies()), copies())):
-        return Answer(record.path, reason, traced=traced)
+def _graphs_made(artifacts: Artifacts, graphs: Graphs, copies: Callable[[], Call], reason: str) -> Answer:
+    """A call of which graphs alone were made. Its record is written if they are found now: Inductor stores not every
+    graph."""
+    forget_graphs()
     try:
-        if not serves:
-            forget_graphs()
-            with out_of_stored_files():
-                found = trace(Graphs(*graphs.given), copies)
-        if not why:
-            seconds = traced.tracing_s if serves else found.tracing_s
-            return Answer(artifacts.write_cached(copies(), seconds, reason), reason, traced=traced)
-    except (GraphNotStored, ArtifactError) as error:
-        why = "torch does not store its graphs" if isinstance(error, GraphNotStored) else str(error)
-    return Answer(reason=f"{reason}; {why}", traced=traced)
+        with out_of_stored_files():
+            traced = trace(Graphs(*graphs.given), copies)
+        return Answer(artifacts.write_graphs(copies(), traced.tracing_s, reason), reason)
+    except GraphNotStored:
+        return Answer(reason=f"{reason}; torch does not store its graphs")
+    except ArtifactError as error:
+        return Answer(reason=f"{reason}; {error}")
 
 
 def forget_graphs() -> None:
@@ -259,12 +208,12 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
     before, counted, dynamo_s, started = set(counters), read_counts(), _dynamo_s(), time.perf_counter()
     call = copies()
     try:
-        graphs.run(True, call)
+        answer = graphs.run(True, call)
     # The model's code breaks the graph, or raises an error itself. A data-dependent branch is a `UserError` on torch
     # 2.13, and `Unsupported` on 2.11.
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         broken_by = first_line(error)
-        graphs.run(False, copies())
+        answer = graphs.run(False, copies())
     seconds, counts = time.perf_counter() - started, read_counts().since(counted)
     kind = type(call[0])
     if counts.graphs or counts.hits:
@@ -273,7 +222,7 @@ def trace(graphs: Graphs, copies: Callable[[], Call]) -> Traced:
         raise ArtifactError(f"torch makes no graph of it: {broken_by}")
     depends = any(_ON_DATA.search(str(reason)) for reason in (broken_by, *(set(counters) - before)))
     # To look a graph up takes about as long as to trace it.
-    return Traced(depends, seconds, 2 * (_dynamo_s() - dynamo_s), counts, broken_by)
+    return Traced(answer, depends, seconds, 2 * (_dynamo_s() - dynamo_s), counts, broken_by)
 
 
 def _dynamo_s() -> float:

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
 from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec, on_gpu
 from compile_cache.errors import ArtifactError, NotPrecompilable, log
@@ -25,7 +27,7 @@ from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
 from compile_cache.inductor.function_file import (
-    CACHED,
+    GRAPHS,
     PRECOMPILED,
     SUFFIX,
     Mark,
@@ -39,11 +41,11 @@ from compile_cache.settings import Settings
 
 _MOST_PREFETCHED = 256
 # Records of graphs of one kind of call. Each but the last did not hold.
-_MOST_CACHED = 8
+_MOST_RECORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRecord:
+class GraphsRecord:
     """The record of a kind that cannot be compiled ahead of time: its graphs are in Inductor's files.
 
     `seconds` is the time to trace them again. `reason` says why nothing better was made.
@@ -125,20 +127,29 @@ class Artifacts:
             function.compared_on = self._marks[path].places
         return self._functions.setdefault(path, function)  # another thread may have been first
 
-    def cached(self, spec: CallSpec, call: Call) -> CachedRecord | None:
+    def graphs(self, spec: CallSpec, call: Call) -> GraphsRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
             group = self._group(spec, call, self._dynamic)
-            path = self._paths(group.path, CACHED)[-1]
+            path = self._paths(group.path, GRAPHS)[-1]
             found = json.loads((self._directory / path).read_bytes())
-            if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_CACHED - 1}{CACHED}"):
+            if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_RECORDS - 1}{GRAPHS}"):
                 return None
-            return CachedRecord(path, float(found["seconds"]), str(found["reason"]))
+            return GraphsRecord(path, float(found["seconds"]), str(found["reason"]))
         except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
             return None
 
-    def write_cached(self, call: Call, seconds: float, reason: str) -> str:
+    def has_functions(self, spec: CallSpec, module: nn.Module) -> bool:
+        """Whether a function is stored for any calls of modules with this class, sources and structure."""
+        wanted = self._of_class(spec, module).items()
+        for path in self._paths("*", SUFFIX):
+            with contextlib.suppress(ArtifactError, OSError):  # it serves nothing
+                if self._read(path)[0].items() >= wanted:
+                    return True
+        return False
+
+    def write_graphs(self, call: Call, seconds: float, reason: str) -> str:
         """Write the record of graphs for calls like this, which take `seconds` to trace. Returns its path.
 
         Raises:
@@ -146,10 +157,10 @@ class Artifacts:
             OSError: it cannot be written.
         """
         group = self._group(CallSpec.of(call), call, self._dynamic)
-        number = len(self._paths(group.path, CACHED))  # each came after one that did not hold
-        if number == _MOST_CACHED:
+        number = len(self._paths(group.path, GRAPHS))  # each came after one that did not hold
+        if number == _MOST_RECORDS:
             raise ArtifactError("its graphs are others in each boot")
-        path = f"{group.path}/{number}{CACHED}"
+        path = f"{group.path}/{number}{GRAPHS}"
         record = {"key": group.key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
@@ -187,7 +198,7 @@ class Artifacts:
         groups = self._groups(spec, call)
         paths = [path for group in groups for path in self._paths(group.path, SUFFIX)]
         is_met = not {*paths}.isdisjoint({*self._functions, *self._ahead, *self._refused})
-        return [] if is_met or any(self._paths(group.path, CACHED) for group in groups) else paths
+        return [] if is_met or any(self._paths(group.path, GRAPHS) for group in groups) else paths
 
     def _groups(self, spec: CallSpec, call: Call) -> list[_Group]:
         """The groups in which functions for a call are stored: those for its sizes come first.
@@ -268,16 +279,21 @@ class Artifacts:
             return _Group.of(
                 {
                     **self._fixed_key(dynamic),
+                    **self._of_class(spec, call[0]),
                     "options": self._options,
-                    "class": class_name(type(call[0])),
-                    "code": sources_digest(call[0]),
-                    "structure": structure_digest(spec.structure),
                     "inputs": (spec if dynamic is False else spec.without_sizes).stored,
                     "switches": describe_switches(switches(on_gpu(call))),
                 }
             )
         except NotDescribedError as error:
             raise ArtifactError(f"this call cannot be described: {error}") from error
+
+    def _of_class(self, spec: CallSpec, module: nn.Module) -> dict[str, Description]:
+        return {
+            "class": class_name(type(module)),
+            "code": sources_digest(module),
+            "structure": structure_digest(spec.structure),
+        }
 
     def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
         return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions()}

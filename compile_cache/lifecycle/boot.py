@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from compile_cache.storage.publish import Publication
 
 
-_MOST_ROUNDS = 3
 # In a process of one answer, compiles begin in the first half minute of the warm-up.
 _ONE_ANSWER_S = 30.0
 _LONGEST_PRELOAD_S = 60.0
@@ -154,7 +153,7 @@ class Boot:
                 self._publisher.start()
         if self._regions is not None:
             with self._degrading("load the other precompiled regions"):
-                self._regions.policy.release()
+                self._regions.supply.release()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -200,7 +199,7 @@ class Boot:
             regions = self._prepared_regions() if has_artifacts(self._restored_files) else None
             if regions is not None:
                 with self._degrading("load precompiled regions ahead"):
-                    self._preloading = regions.policy.preload()
+                    self._preloading = regions.supply.preload()
 
     def kept_file(self, name: str) -> Path | None:
         """Where the caller keeps a file of its own with this version's code: it is there if an earlier boot has written
@@ -271,41 +270,38 @@ class Boot:
                     is_hit = self.report.restore.outcome == "hit"
                     self._regions = Regions(self._settings, self._directory, is_hit)
                     if self.report.ready_s:
-                        self._regions.policy.release()
+                        self._regions.supply.release()
             return self._regions
 
     @property
     def compiles_in_background(self) -> bool:
         """Whether a call that the warm-up leaves out may get code all the same, stored or of the second process: not in
         `cog run` and `fill`, nor if there are stored graphs, which only a warm-up traces."""
-        from compile_cache.inductor.function_file import CACHED
+        from compile_cache.inductor.function_file import GRAPHS
 
-        has_graphs = any(path.endswith(CACHED) for path in self._restored_files)
+        has_graphs = any(path.endswith(GRAPHS) for path in self._restored_files)
         return self._settings.cold_start == self._settings.unseen == "background" and not has_graphs
 
     def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:
         """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.
 
-        `call` is repeated until it compiles nothing more. It may be the predictor's own `run` or `predict`: inputs that
-        are not given have the defaults of Cog's `Input()`, and a stream is taken to its end.
+        `call` is repeated as long as something new is compiled for it, at most three times. It may be the predictor's
+        own `run` or `predict`: inputs that are not given have the defaults of Cog's `Input()`, and a stream is taken to
+        its end.
 
         Raises:
             Exception: any error of `call`.
         """
         if self._regions is not None and not self._has_entered:
             self._warn("boot() is used without `with`, so nothing is stored, and no second process begins")
-        until_s = self._no_compile_begins_from()
         with self.timed("warm_up"):
-            for _ in range(_MOST_ROUNDS):
-                misses = read_counts().misses
-                with self._regions.watching(until_s) if self._regions else contextlib.nullcontext():
-                    call_as_cog(call, inputs)
-                if read_counts().misses == misses:
-                    return
-            self._warn(f"after {_MOST_ROUNDS} rounds of the same input the warm-up still compiles; so may predictions")
+            if self._regions is None:
+                call_as_cog(call, inputs)
+            elif not self._regions.warm_up(lambda: call_as_cog(call, inputs), self._no_compile_begins_from()):
+                self._warn("after three rounds of the same input the warm-up still compiles; so may predictions")
 
     def _no_compile_begins_from(self) -> float:
-        """The time, on the clock of `time.monotonic`, from which the warm-up leaves compiles to the second process."""
+        """From when on, on the clock of `time.monotonic`, the warm-up waits for no compile that has not begun."""
         budget_s, now_s = self._settings.setup_budget_s, time.monotonic()
         if budget_s is None:  # whoever waits for one answer shall have it, and each run shall compile something
             return now_s + _ONE_ANSWER_S
@@ -325,11 +321,11 @@ class Boot:
     def waiting(self) -> int:
         """How many kinds of calls are served eager until the second process has compiled them, or until their stored
         code is loaded after READY."""
-        return self._regions.policy.waiting if self._regions else 0
+        return self._regions.supply.waiting if self._regions else 0
 
     def wait_compiled(self, timeout_s: float) -> bool:
         """Wait until none of the calls so far is `waiting`; False after `timeout_s`."""
-        return self._regions is None or self._regions.policy.wait(timeout_s)
+        return self._regions is None or self._regions.supply.wait(timeout_s)
 
     def name_demoted(self) -> None:
         """Log each region that is served eager for good, once, with the reason."""

@@ -96,18 +96,18 @@ class BootReport:
 
     @property
     def compile_s(self) -> float:
-        """The seconds in which calls of regions compiled or looked up a graph."""
+        """The seconds in which calls of regions were compared, or looked up a graph."""
         return sum(region.compile_s for region in self.regions)
 
     @property
     def fully_cached(self) -> bool:
-        """Whether all planned regions are `late`, `precompiled`, or `cached` and checked, with hits, loaded or late
+        """Whether all planned regions are `late`, `precompiled`, or `graphs` and checked, with hits, loaded or late
         functions, and this boot compiled and benchmarked nothing."""
         counts = self.counts
         made_anew = counts.misses + counts.benchmarks + counts.kernels_compiled
         planned = [region for region in self.regions if not region.is_left_eager]
-        regions_cached = bool(planned) and all(region.step in ("late", "cached", "precompiled") for region in planned)
-        are_checked = all(region.relative_error is not None for region in planned if region.step == "cached")
+        regions_cached = bool(planned) and all(region.step in ("late", "graphs", "precompiled") for region in planned)
+        are_checked = all(region.relative_error is not None for region in planned if region.step == "graphs")
         has_found = counts.hits + counts.precompiled_loaded > 0 or any(region.step == "late" for region in planned)
         return regions_cached and are_checked and has_found and made_anew == 0
 

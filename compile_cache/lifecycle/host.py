@@ -35,14 +35,16 @@ _SHOWN = logging.INFO - 1
 def resolve_cold_start(settings: Settings) -> Settings:
     """The settings with `auto` replaced.
 
-    `cold_start` becomes `background` in a Cog server that stays, if functions may be compiled ahead of time: the second
-    process does nothing else. Elsewhere it becomes `block`. `unseen` follows `cold_start`. Only a server of one
-    prediction has no `setup_budget_s` then.
+    `cold_start` becomes `background` in a Cog server that stays, and `block` elsewhere. `unseen` becomes `background`,
+    or `eager` in a server of one prediction, which would end before the answer came. Only such a server has no
+    `setup_budget_s` then.
     """
     cold_start, server = settings.cold_start, _server()
     if cold_start == "auto":
-        cold_start = "background" if settings.precompile and server == "stays" else "block"
-    unseen = cold_start if settings.unseen == "auto" else settings.unseen
+        cold_start = "background" if server == "stays" else "block"
+    unseen = settings.unseen
+    if unseen == "auto":
+        unseen = "eager" if server == "answers once" else "background"
     budget_s = settings.setup_budget_s
     if budget_s is None and server != "answers once":
         budget_s = _SETUP_BUDGET_S

@@ -37,23 +37,21 @@ class Prediction:
         """Leave out the calls so far, such as those that were made to record calls again."""
         self._counted = read_counts()
         self._before = self._serving()
-        self._waited_s = self._waiting_s()
 
     def __enter__(self) -> Prediction:
         if self._regions is not None:
-            self.has_new_code = self._regions.policy.moment.begin(self)
+            self.has_new_code = self._regions.supply.moment.begin(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._regions is not None:
-            self._regions.policy.moment.end(self, is_complete=kind is None)
+            self._regions.supply.moment.end(self, is_complete=kind is None)
 
     def metrics(self) -> dict[str, Any]:
-        """Values by metric name, for `record_metric`. Four are added to the boot's own:
+        """Values by metric name, for `record_metric`. Three are added to the boot's own:
 
         - `served`: the steps that served each region's calls
-        - `compiled_now`: graphs that this process compiled meanwhile
-        - `waited_s`: seconds that requests waited for these
+        - `compiled_now`: graphs that this process compiled meanwhile, for a `torch.compile` of the program's own
         - `compiling`: kinds of calls that wait for the second process, or for their functions' load after READY
         """
         # The most frequent step first: `precompiled, eager`.
@@ -62,8 +60,7 @@ class Prediction:
             **self._report.metrics(),
             "compile_cache.served": served,
             "compile_cache.compiled_now": read_counts().since(self._counted).graphs,
-            "compile_cache.waited_s": round(self._waiting_s() - self._waited_s, 3),
-            "compile_cache.compiling": self._regions.policy.waiting if self._regions else 0,
+            "compile_cache.compiling": self._regions.supply.waiting if self._regions else 0,
         }
 
     def served(self) -> dict[str, Counter[str]]:
@@ -74,9 +71,6 @@ class Prediction:
     def _serving(self) -> dict[str, Counter[str]]:
         regions = self._regions.by_class.values() if self._regions else ()
         return {region.report.name: Counter(region.served) for region in regions}
-
-    def _waiting_s(self) -> float:
-        return sum(region.waited_s for region in self._regions.by_class.values()) if self._regions else 0.0
 
 
 def call_as_cog(call: Callable[..., Any], inputs: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from torch import Tensor
 from compile_cache.calls.overlaps import slots_of
 from compile_cache.calls.shadow import OF_PROCESS, Shadow, state_of
 from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
-from compile_cache.errors import ArtifactError, NotHandedOver
+from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt
+from compile_cache.serving.moment import Moment
 
 # The largest allowed ‖compiled − eager‖ / ‖eager‖ of one tensor. A compiled block rounds less often than eager; a wrong
 # block is off by orders of magnitude. The half types allow a few units in the last place (2⁻⁸, 2⁻¹¹), which grow in a
@@ -53,6 +54,51 @@ class Check:
         return f"{self.where} differs from eager by {self.error:.1e}; {self.tolerance:.0e} is allowed"
 
 
+class Unended(NamedTuple):
+    """Why a comparison did not end, and whether none can ever end."""
+
+    error: BaseException
+    is_final: bool = False
+
+
+# What a comparison found: a check; why it did not end; or the error of the code.
+Outcome = Check | Unended | Exception
+
+
+def answer_and_compare(
+    call: Call,
+    eager: Callable[[], Any],
+    code: Callable[..., Any],
+    moment: Moment,
+    conclude: Callable[[Outcome], None],
+) -> Any:
+    """The answer of `eager()` to a call, which `code(module, args, kwargs)` answers on a copy. `conclude` gets what was
+    found, unless a CUDA graph is being recorded: then nothing is compared.
+
+    Full memory ends no comparison, and neither do other predictions if the call draws random numbers, or if there is a
+    difference: one of theirs may have written into the same module.
+
+    Raises:
+        BaseException: any error of `eager`.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return eager()
+    comparison = attempt(Comparison, call)
+    if isinstance(comparison, Failure):  # no memory, or a mode of torch in which nothing can be copied
+        conclude(Unended(comparison.error, isinstance(comparison.error, NotHandedOver)))
+        return eager()
+    stays_alone = moment.stays_alone()
+    try:
+        answer = eager()
+    except BaseException as error:
+        is_of_model = isinstance(error, Exception) and not isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_of_model:  # a cancel, or no memory beside the copy
+            conclude(Unended(error))
+        raise
+    conclude(comparison.outcome(answer, code, moment, stays_alone))
+    return answer
+
+
 class Comparison:
     """A call that eager answers, and that other code is run with.
 
@@ -72,6 +118,27 @@ class Comparison:
         self.pristine = Shadow(call)
         self.generators = _generator_states()
         self._reference: Any = None
+
+    def outcome(
+        self, answer: Any, code: Callable[..., Any], moment: Moment, stays_alone: Callable[[], bool]
+    ) -> Outcome:
+        """What the comparison with eager's answer finds."""
+        try:
+            self.expect(answer)
+        except Exception as error:
+            return Unended(error)
+        try:
+            with moment.alone() if self.generators else contextlib.nullcontext():
+                if self.generators and not stays_alone():
+                    raise ArtifactError("other predictions would see the generators of random numbers set back")
+                check = self.check(code)
+        except (MemoryError, torch.OutOfMemoryError, ArtifactError) as error:
+            return Unended(error)
+        except Exception as error:
+            return error
+        if check.passed or stays_alone():
+            return check
+        return Unended(ArtifactError(f"while other predictions were open, {check.difference}"))
 
     def expect(self, answer: Any) -> None:
         """Take the answer that eager has just given, on the real module.

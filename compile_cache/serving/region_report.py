@@ -1,7 +1,7 @@
 """The steps of the ladder, and the report of a region.
 
-late → precompiled → cached → cold → eager: a function compiled ahead of time that is loaded after READY; one that is
-loaded; graphs of `torch.compile` that were found in stored files; graphs that were compiled here; the model's own code.
+late → precompiled → graphs → eager: a function compiled ahead of time that is loaded after READY; one that is loaded;
+graphs of `torch.compile` out of stored files; the model's own code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from compile_cache.timeline import note
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Traced
-    from compile_cache.serving.states import Kinds
+    from compile_cache.serving.kinds import Kinds
 
 # Best first. A region reports the worst step that any call needed.
-_LADDER = ("unused", "late", "precompiled", "cached", "cold", "eager")
+_LADDER = ("unused", "late", "precompiled", "graphs", "eager")
 # New failures over weeks must not fill a server's report.
 _LONGEST_REASON = 4000
 _MOST_REASONS = 20
@@ -31,13 +31,12 @@ _SLOWER = 0.9
 class RegionReport:
     """The report of one module class.
 
-    `settled` is the worst step of the ladder that any call needed: `late`, `precompiled`, `cached`, `cold` or `eager`;
-    `unused` if nothing called the class. `reason` says why no better one. It leaves out the `waiting` kinds of calls,
+    `settled` is the worst step of the ladder that any call needed: `late`, `precompiled`, `graphs` or `eager`; `unused`
+    if nothing called the class. `reason` says why no better one. It leaves out the `waiting` kinds of calls,
     which wait for the second process; `step` is the step with them.
 
-    `graphs` counts the graphs that torch compiled or found; `loaded` and `made` count precompiled functions.
-    `precompile_s` is the time to compile functions ahead of time for the next boot; `compile_s` is the time for the
-    rest.
+    `graphs` counts the graphs that were found; `loaded` and `made` count precompiled functions. `precompile_s` is the
+    time that the second process took for these; `compile_s` is the time to compare code and to trace graphs.
 
     `relative_error` is the largest checked ‖compiled − eager‖ / ‖eager‖ on real activations. JSON has no infinity:
     there an infinite error is the text `Infinity`.
@@ -108,23 +107,13 @@ class RegionReport:
         if reason not in self.not_precompiled and len(self.not_precompiled) < _MOST_REASONS:
             self.not_precompiled.append(reason)
 
-    def note_traced(self, traced: Traced, started: float) -> bool:
-        """Note how the graphs of one call came, by torch's counts meanwhile: whether all were found in stored files.
-        Tracing began at `started`."""
-        counts = traced.counts
-        is_found = counts.misses == 0 < counts.hits
+    def note_traced(self, traced: Traced, started: float) -> None:
+        """Note how the graphs of one call came. Tracing began at `started`."""
+        self.graphs += traced.counts.graphs
         self.compile_s += traced.seconds
-        note("regions", f"{self.name}: {'look up' if is_found else 'compile'}", started, traced.seconds)
+        note("regions", f"{self.name}: look up", started, traced.seconds)
         if traced.broken_by:
-            log.info("compile.graph_break region=%s error=%s", self.name, traced.broken_by)
             self.explain(f"with graph breaks: {traced.broken_by}")
-        if is_found:
-            self.take_step("cached")
-        elif counts.graphs:  # else by a graph of another call
-            self.take_step("cold")
-            why = "lookups found nothing" if counts.misses else "torch looked nothing up: its caches are off"
-            self.explain(why)
-        return is_found
 
     def note_made(self, answer: Answer) -> None:
         """Count a function that was compiled ahead of time, and add the times of its call, if it was timed."""

@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -19,28 +19,29 @@ from torch import nn
 
 from compile_cache.calls.description import class_name
 from compile_cache.errors import NotAModuleError, log
-from compile_cache.inductor.counters import ended_steps
+from compile_cache.inductor.counters import ended_steps, read_counts
 from compile_cache.inductor.toolchain import unread_files
 from compile_cache.serving.moment import LOCK
-from compile_cache.serving.policy import Policy
 from compile_cache.serving.region import Region
 from compile_cache.serving.region_report import RegionReport
+from compile_cache.serving.supply import Supply
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
+_MOST_ROUNDS = 3
 _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
 _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
 _FORKED = "a fork of a booted process has no second process. Boot in each process, or wait_compiled() before it forks"
 
 
 class Regions:
-    """All regions of a boot. `compile` makes them; `watching` surrounds the warm-up. `policy` is what they share.
+    """All regions of a boot. `compile` makes them; `watching` surrounds the warm-up. `supply` is what they share.
 
     `is_hit`: the artifacts come from this very version of the model.
     """
 
     def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
-        self.policy = Policy(settings, directory, is_hit, self._count_calls)
+        self.supply = Supply(settings, directory, is_hit, self._count_calls)
         self.by_class: dict[type[nn.Module], Region] = {}
         # How many roots of a class `compile` got, which tell their modules' places apart.
         self._roots = Counter[str]()
@@ -62,18 +63,18 @@ class Regions:
             raise NotAModuleError(f"boot.compile() takes a torch.nn.Module, not {name}. Pass the module that it calls.")
         if isinstance(root, torch.jit.ScriptModule):
             raise NotAModuleError(f"{root.original_name} is TorchScript, which torch.compile cannot compile")
-        self.policy.configure()
+        self.supply.configure()
         self._roots[kind := class_name(type(root))] += 1
         paths = {id(module): path for path, module in root.named_modules()}
-        for module in find_regions(root, "whole" if whole else self.policy.settings.scope):
+        for module in find_regions(root, "whole" if whole else self.supply.settings.scope):
             region = self._region(type(module))
             if region.report.is_left_eager:
                 region.report.instances += 1
             else:
-                region.source.shares_weights &= shares_weights
-                region.source.is_late &= after_ready
-                if not region.source.is_late:
-                    self.policy.look_again(region.source.kinds)
+                region.supply.shares_weights &= shares_weights
+                region.supply.is_late &= after_ready
+                if not region.supply.is_late:
+                    self.supply.look_again(region.supply.kinds)
                 region.adopt(module, f"{kind} {self._roots[kind]} {paths[id(module)]}")
 
     def _region(self, module_class: type[nn.Module]) -> Region:
@@ -83,12 +84,12 @@ class Regions:
             number = sum(class_name(kind) == class_name(module_class) for kind in alike) + 1
             owner = class_name(module_class) + (f" {number}" if number > 1 else "")
             report = RegionReport(name=owner if alike else module_class.__name__, instances=0)
-            if module_class.__name__ in self.policy.settings.leave_eager:
+            if module_class.__name__ in self.supply.settings.leave_eager:
                 reason = "left eager by COMPILE_CACHE_LEAVE_EAGER"
                 report = replace(report, settled="eager", reason=reason, is_left_eager=True)
-            elif isinstance(why_not := self.policy.artifacts, str) and why_not:
+            elif isinstance(why_not := self.supply.artifacts, str) and why_not:
                 report.note_not_precompiled(why_not)
-            self.by_class[module_class] = Region(report, owner, self.policy)
+            self.by_class[module_class] = Region(report, owner, self.supply)
         return self.by_class[module_class]
 
     @property
@@ -102,29 +103,39 @@ class Regions:
         classes = ", ".join(sorted(names)) or "none"
         return [
             f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
-            for name in self.policy.settings.leave_eager
+            for name in self.supply.settings.leave_eager
             if name not in names
         ]
 
     def _count_calls(self) -> int:
         return sum(sum(dict(region.served).values()) for region in list(self.by_class.values()))
 
+    def warm_up(self, call: Callable[[], object], until_s: float = math.inf) -> bool:
+        """Make calls of the warm-up, again as long as they find something new: what the second process answers before
+        `until_s` of `time.monotonic`, in `block`, or what torch compiles. False if they still do."""
+        for _ in range(_MOST_ROUNDS):
+            misses = read_counts().misses
+            with self._watching():
+                call()
+            if not self.supply.await_orders(until_s) and read_counts().misses == misses:
+                return True
+        return False
+
     @contextlib.contextmanager
-    def watching(self, until_s: float = math.inf) -> Iterator[None]:
-        """While the context lasts, calls are the warm-up's. From `until_s` of `time.monotonic` on, only the second
-        process compiles for them."""
-        policy = self.policy
-        policy.configure()
-        if (artifacts := policy.functions) is not None:
+    def _watching(self) -> Iterator[None]:
+        """While the context lasts, calls are the warm-up's."""
+        supply = self.supply
+        supply.configure()
+        if (artifacts := supply.functions) is not None:
             artifacts.forget_options()
-        policy.compiles_until_s = until_s
-        policy.moment.conclude(is_whole=False)  # calls so far are of no round
+        supply.is_warming_up = True
+        supply.moment.conclude(is_whole=False)  # calls so far are of no round
         try:
             yield
-            policy.moment.conclude(is_whole=True)
+            supply.moment.conclude(is_whole=True)
         finally:
-            policy.moment.pass_by()
-            policy.compiles_until_s = None
+            supply.moment.pass_by()
+            supply.is_warming_up = False
 
     def name_unused(self, graphs: int) -> None:
         """Report each class that the warm-up did not call. Called at READY; `graphs` says how many torch has compiled
@@ -138,19 +149,17 @@ class Regions:
 
     @property
     def has_others(self) -> bool:
-        """Whether `hand_over_others` has left files, or torch has worked since then, and no case makes code now."""
-        return self._others_at != ended_steps() and not self.policy.maker
+        """Whether `hand_over_others` has left files, or torch has worked since then."""
+        return self._others_at != ended_steps()
 
     def hand_over_others(self) -> None:
-        """Hand over the files that no case made, once they are finished: of the user's own `torch.compile`, of Triton
-        kernels, of the toolchain. Not while a case makes files."""
-        steps, directory, policy = ended_steps(), self.policy.directory, self.policy
-        if not policy.maker:
-            others = directory.publishable.appeared()
-            finished = directory.finished(others)
-            if not policy.maker:  # it takes longer than to look at a directory
-                directory.publishable.hand_over(finished)
-                self._others_at = steps if finished == others else None
+        """Hand over the files that this process made, once they are finished: of the user's own `torch.compile`, of
+        Triton kernels, of the toolchain."""
+        steps, directory = ended_steps(), self.supply.directory
+        others = directory.publishable.appeared()
+        finished = directory.finished(others)
+        directory.publishable.hand_over(finished)
+        self._others_at = steps if finished == others else None
 
     def unread_files(self, paths: Iterable[str]) -> set[str]:
         """Those that no warm boot will read: candidates that autotuning did not choose."""
@@ -161,9 +170,9 @@ def _after_fork(made: weakref.ref[Regions]) -> None:
     """In a fork, which has none of this process's threads, serve calls eager whose code nobody will bring. Loaded code
     serves as before."""
     if (regions := made()) is not None:
-        regions.policy.order_nothing(_FORKED)
+        regions.supply.order_nothing(_FORKED)
         for region in list(regions.by_class.values()):
-            region.source.give_up_orders(_FORKED)
+            region.supply.give_up_orders(_FORKED)
 
 
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)

@@ -1,0 +1,128 @@
+"""What `torch.compile` itself serves: calls whose graphs are stored, because torch compiles no function of them.
+
+A graph has no name, and cannot be asked what it fits: only the call shows it. So graphs are traced in the warm-up
+alone, out of stored files, and compared there on each instance. Later, a call like one that was compared takes a graph
+that exists; all other calls are eager. A class of which any function is stored is never served by graphs.
+
+This module imports torch, and is itself imported only when a boot has torch. It imports no compiler before it traces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from compile_cache.calls.spec import GLOBAL_HOOKS, Call, Parts
+from compile_cache.errors import Failure, NoGraph, log
+from compile_cache.of_each import OfEach
+from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and_compare
+from compile_cache.serving.kinds import Case, State
+
+if TYPE_CHECKING:
+    from compile_cache.inductor.make import Graphs
+    from compile_cache.inductor.stored_functions import GraphsRecord
+    from compile_cache.serving.region import Region
+
+
+class _Looked:
+    """What a call that graphs serve had. torch's graphs ignore hooks that were added later, and inputs that overlap."""
+
+    def __init__(self, call: Call) -> None:
+        self._parts = Parts(call[0])
+        self._overlaps = self._parts.overlaps(*call[1:])
+
+    def fits(self, call: Call) -> bool:
+        """Whether a later call of this prediction, of the same likeness, has the same."""
+        unhooked = not any(GLOBAL_HOOKS) and self._parts.are_unhooked_still()
+        return unhooked and self._parts.overlaps(*call[1:]) == self._overlaps
+
+
+class ServedByGraphs:
+    """The calls of a region that graphs serve."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        # By instance, the likeness of the calls on which graphs have passed, and whether these are whole.
+        self._passed: OfEach[dict[Hashable, bool]] = OfEach()
+
+    @cached_property
+    def _graphs(self) -> Graphs:
+        from compile_cache.inductor.make import Graphs
+
+        settings = self._region.supply.boot.settings
+        return Graphs(self._region.report.name, settings.mode, settings.dynamic)
+
+    def trace(self, case: Case, record: GraphsRecord | None, call: Call, like: Hashable) -> Any:
+        """Serve a call of the warm-up eager, and compare its graphs on a copy. The first call of a case has a
+        `record`."""
+        region = self._region
+        if record is not None:
+            region.supply.boot.tracing_s -= record.seconds
+            log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
+        conclude = partial(self._conclude, case, record, call[0], like)
+        eager = partial(region.serve_eager, call)
+        return answer_and_compare(call, eager, partial(self._trace, like), region.supply.boot.moment, conclude)
+
+    def _trace(self, like: Hashable, *copy: Any) -> Any:
+        """The answer of graphs that exist, or that are found in stored files.
+
+        Raises:
+            GraphNotStored: one is missing.
+            Exception: the model's own, or the compiler's.
+        """
+        from compile_cache.inductor.make import out_of_stored_files, trace
+
+        started = time.perf_counter()
+        with out_of_stored_files():
+            traced = trace(self._graphs, lambda: copy)
+        self._region.report.note_traced(traced, started)
+        self._is_whole = not traced.broken_by
+        return traced.answer
+
+    def _conclude(
+        self, case: Case, record: GraphsRecord | None, module: nn.Module, like: Hashable, outcome: Outcome
+    ) -> None:
+        supply, report = self._region.supply, self._region.report
+        report.wait_for(supply.kinds)
+        if isinstance(outcome, Check):
+            report.note_error(outcome.error, outcome.tolerance)
+            if outcome.passed:
+                self._passed.setdefault(module, {})[like] = self._is_whole
+                case.has_graphs = case.move(State.EAGER) or case.has_graphs
+                report.take_step("graphs")
+                return
+            reason = outcome.difference
+        else:
+            error = outcome.error if isinstance(outcome, Unended) else outcome
+            if isinstance(error, NoGraph):  # the call that missed a stored graph is ordered when it comes again
+                if record is not None:
+                    supply.boot.reject(record.path, str(error))
+                return
+            reason = Failure(error).reason
+        case.has_graphs = False
+        case.move(State.EAGER)
+        report.note_eager(f"its graphs: {reason}", case.spec)
+
+    def serve_case(self, case: Case, call: Call, like: Hashable) -> Any:
+        """Serve a call of a case that graphs serve, if they were compared on this instance. In the warm-up, they are
+        now."""
+        if like in self._passed.get(call[0], ()):
+            self._region.settle(call, like, case, _Looked(call))
+            return self.serve(call, like)
+        if self._region.supply.boot.is_warming_up:
+            return self.trace(case, None, call, like)
+        return self._region.wait(case, call, like)
+
+    def serve(self, call: Call, like: Hashable) -> Any:
+        """Serve a call like one that was compared on this instance: by a graph that exists, or eager."""
+        try:
+            answer = self._graphs.run(self._passed[call[0]][like], call, compiles=False)
+        except NoGraph:  # another thread traces, which hides all graphs; or a guard has failed, and may hold again
+            self._region.settle(call, like)
+            return self._region.serve_eager(call)
+        self._region.served["graphs"] += 1
+        return answer
