@@ -38,7 +38,7 @@ from table import markdown, spread
 
 # A boot as JSON: what one_boot.py printed, and which boot of the run it is.
 Boot = dict[str, Any]
-KINDS = ("eager", "cold", "warm", "cached")
+KINDS = ("eager", "cold", "warm")
 _COLUMNS = (
     "checkout",
     "boot",
@@ -83,8 +83,6 @@ def steps(args: Any) -> Iterator[tuple[str, str, int]]:
     for number in range(1, args.warm + 1):
         yield "this", "eager", number
         yield from ((name, "warm", number) for name in (names if number % 2 else names[::-1]))
-        if args.cached:
-            yield "this", "cached", number
 
 
 def run(model: Model, args: Any, done: list[Boot]) -> None:
@@ -195,9 +193,6 @@ def check(boots: Sequence[Boot], args: Any) -> dict[str, bool]:
             misses(boot) + boot["report"]["counts"]["kernels_compiled"] + boot["report"]["counts"]["benchmarks"]
             for boot in warm
         ),
-        "every cached boot is fully cached": all(
-            boot["report"]["fully_cached"] for boot in boots if boot["kind"] == "cached"
-        ),
         "compiled regions differ from eager, as rounding does": all(
             0 < max(found, default=0.0) <= 1 for found in errors
         ),
@@ -217,7 +212,6 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--against", type=Path, help="the other checkout")
     parser.add_argument("--warm", type=int, default=5, help="rounds of eager and warm boots")
-    parser.add_argument("--cached", action="store_true", help="also warm boots without precompiled regions")
     parser.add_argument("--store", type=Path, required=True, help="folder of stores, cache directories and logs")
     parser.add_argument("--out", type=Path, help="file of all boots; boots.jsonl in the store's folder if not given")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one boot and its predictions")

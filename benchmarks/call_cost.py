@@ -3,7 +3,7 @@
     python benchmarks/call_cost.py [--against CHECKOUT]
 
 The modules do next to nothing, and have 12, 52 and 402 parts. EAGER and PRECOMPILED are held against the untouched
-module, CACHED against plain `torch.compile` of a module with the same graph break. A figure is the median of 40 rounds
+module, GRAPHS against plain `torch.compile` of a module with the same graph break. A figure is the median of 40 rounds
 of 200 calls of both, in turn, in a marked prediction. The last row is a token of whisper's shape with a growing cache
 and 8 layers, over the untouched model's: the median, the least and the greatest of 40 pairs in turn.
 
@@ -94,7 +94,7 @@ def states(parts: int) -> dict[str, Any]:
             found = {
                 "EAGER": in_turn(lambda: eager(x), lambda: twin(x)),
                 "PRECOMPILED": in_turn(lambda: ahead(y), lambda: twin(y)),
-                "CACHED": in_turn(lambda: broken(x), lambda: plain(x)),
+                "GRAPHS": in_turn(lambda: broken(x), lambda: plain(x)),
             }
     return {**found, "served": prediction.served()}
 

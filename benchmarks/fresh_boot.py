@@ -87,7 +87,6 @@ def boot_environment(work: Path, kind: str, store: Path | str, root: Path = ROOT
         "COMPILE_CACHE_STORE": str(store),
         "COMPILE_CACHE_DIR": str(work / "directory"),
         "COMPILE_CACHE_SCOPE": "off" if kind == "eager" else "regional",
-        **({"COMPILE_CACHE_PRECOMPILE": "0"} if kind == "cached" else {}),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
     }

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 900.0
 _SETTINGS = {
     "COLD_START": ("background", "background", "block"),
-    "UNSEEN": ("auto", "background", "eager", "block"),
+    "UNSEEN": ("auto", "background", "eager"),
     "DYNAMIC": ("false", "false", "auto"),
 }
 _CANCELLED = 0.1

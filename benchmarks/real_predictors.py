@@ -284,11 +284,11 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
     return Boot(
         ready_s,
         import_seconds(log),
-        sum(float(region["compile_s"]) for region in at_ready if region["step"] == "cached"),
+        sum(float(region["compile_s"]) for region in at_ready if region["step"] == "graphs"),
         tuple(sorted(served)),
         made,
         failed,
-        sum(bool(one["compile_cache.waited_s"] or one["compile_cache.compiled_now"]) for one in found),
+        sum(bool(one["compile_cache.compiled_now"]) for one in found),
         not left,
         error,
         tuple(rounds),

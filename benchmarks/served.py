@@ -32,7 +32,6 @@ class Answer:
     served: dict[str, str]
     compiling: int
     compiled_now: int
-    waited_s: float
     arrivals_s: tuple[float, ...] = ()
 
     @property
@@ -44,7 +43,7 @@ class Answer:
     @property
     def is_eager(self) -> bool:
         """Whether no precompiled or compiled code served any of it."""
-        return not {"precompiled", "compiled"} & {
+        return not {"precompiled", "graphs"} & {
             step for steps in (*self.served.values(), *self.regions.values()) for step in steps.split(", ")
         }
 
@@ -83,7 +82,6 @@ class InProcess:
             served=ours.get("served") or {},
             compiling=ours["compiling"],
             compiled_now=ours["compiled_now"],
-            waited_s=ours["waited_s"],
             arrivals_s=tuple(arrivals_s),
         )
 

@@ -232,7 +232,7 @@ class Soak:
         ours = answer["metrics"]["compile_cache"]
         steps = set((ours.get("served") or {}).values())
         self.counts["precompiled" if steps == {"precompiled"} else "eager or both"] += 1
-        if ours["compiled_now"] or ours["waited_s"]:
+        if ours["compiled_now"]:
             self.violations.append(f"a request waited for a compiler: {size}; see {server.log}")
         return steps == {"precompiled"} and not ours["compiling"]
 

@@ -9,7 +9,7 @@ from families import Family, Prediction
 from rich.table import Table
 
 # Steps of the ladder that a restored boot may take.
-RESTORED_STEPS = ("precompiled", "cached")
+RESTORED_STEPS = ("precompiled", "graphs")
 # Boots that differ by less are called equally long: one boot varies that much.
 _ALIKE_S = 0.3
 _ALIKE_SHARE = 0.1

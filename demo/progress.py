@@ -16,11 +16,9 @@ from rich.console import Console
 # Lines of the log, and what follows each.
 _STAGES = (
     (re.compile(r"Running setup"), "importing torch and the model, loading the weights"),
-    (re.compile(r"compile\.begin region=(\w+)"), "compiling {}"),
-    (re.compile(r"compile\.note region=(\w+) reason=lookups found nothing"), "storing {}, comparing it with eager"),
     (re.compile(r"ready after"), "ready"),
-    (re.compile(r"background\.started"), "serving eager, a second process compiles"),
-    (re.compile(r"background\.done call=(\w+)"), "serving eager, a second process has compiled {}"),
+    (re.compile(r"background\.started"), "a second process compiles"),
+    (re.compile(r"background\.done call=(\w+)"), "a second process has compiled {}"),
 )
 _LOOK_S = 0.5
 _SILENCE_S = 15.0
@@ -51,7 +49,7 @@ def doing(log: Path, cache: Path) -> Doing:
     """What a server does that logs to `log` and compiles into `cache`."""
     now = stage(log.read_text(errors="replace"))
     kernels = (name.endswith(".so") for _, _, names in os.walk(cache) for name in names)
-    return Doing(now, sum(kernels) if now.startswith(("compiling", "storing", "serving")) else 0)
+    return Doing(now, sum(kernels) if now.startswith("a second process") else 0)
 
 
 @contextlib.contextmanager

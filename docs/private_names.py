@@ -30,7 +30,7 @@ class PrivateNames:
 
 
 NO_CALL = "everything: the model stays eager"
-NO_FUNCTION = "functions compiled ahead of time; `block` still compiles"
+NO_FUNCTION = "functions compiled ahead of time"
 NO_BACKGROUND = "compiling in the background"
 NO_COMPILER = "compiling in this process"
 SLOWER_BOOT = "0.1 to 1 s of a boot"

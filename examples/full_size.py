@@ -267,7 +267,7 @@ def measure(example: str, times: int, is_exact: bool) -> dict[str, Any]:
     if times:
         found |= WORK[example](predictor, times)
         found["request_gb"] = peak_gb()
-        found |= {name: metrics[f"compile_cache.{name}"] for name in ("served", "compiled_now", "waited_s")}
+        found |= {name: metrics[f"compile_cache.{name}"] for name in ("served", "compiled_now")}
     predictor.boot.wait_published(120.0)
     return found
 

@@ -224,7 +224,7 @@ class Boot:
     @property
     def waited(self) -> int:
         """Requests that compiled, or waited for it."""
-        return sum(bool(one["waited_s"] or one["compiled_now"]) for metrics in self.metrics for one in metrics)
+        return sum(bool(one["compiled_now"]) for metrics in self.metrics for one in metrics)
 
     def apart(self, right: Sequence[Any]) -> float:
         """The largest difference of an answer, relative."""

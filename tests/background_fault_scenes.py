@@ -56,9 +56,9 @@ def faulty_again(*names: str) -> dict[str, Any]:
 def ends_while(work: str) -> dict[str, Any]:
     """The program ends while a thread of the boot calls torch to `pack` a call, `take` an artifact, or `preload`."""
     from compile_cache.inductor.stored_functions import Artifacts
-    from compile_cache.serving.supply import Policy
+    from compile_cache.serving.supply import Supply
 
-    places: dict[str, tuple[type, str]] = {"take": (Policy, "take"), "preload": (Artifacts, "prefetch")}
+    places: dict[str, tuple[type, str]] = {"take": (Supply, "taken"), "preload": (Artifacts, "prefetch")}
     begun_work = calls_torch_longer(*places[work])
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Wide

@@ -31,7 +31,7 @@ def served(boot: Boot, call: Callable[[], torch.Tensor]) -> tuple[dict[str, Any]
     with boot.prediction() as prediction:
         output = call()
     metrics = {name.removeprefix("compile_cache."): value for name, value in prediction.metrics().items()}
-    names = ("served", "compiled_now", "waited_s", "compiling")
+    names = ("served", "compiled_now", "compiling")
     return {name: metrics[name] for name in names}, output
 
 

@@ -232,7 +232,7 @@ CHEATS = {"now": False}
 @torch.compiler.assume_constant_result
 def cheats() -> bool:
     """Asked once, when the code is traced, and not guarded."""
-    return CHEATS["now"]
+    return CHEATS["now"] or "BLOCK_CHEATS" in os.environ
 
 
 class Cheating(Weighted):

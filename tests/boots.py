@@ -125,33 +125,19 @@ def forking_process() -> tuple[subprocess.Popen[str], socket.socket]:
 def assert_fully_warm(booted: Booted) -> None:
     """Nothing was traced or looked up, let alone compiled, and it shows: every region precompiled, functions loaded,
     none made, and the same numbers as eager within tolerance."""
-    counts = _assert_nothing_was_compiled(booted, "precompiled")
-    assert counts["precompiled_loaded"] >= len(booted.report["regions"])
-    assert counts["precompiled_made"] == 0
-    assert [counts[name] for name in ("graphs", "fxgraph_hits", "aotautograd_hits")] == [0, 0, 0]
-
-
-def assert_fully_cached(booted: Booted) -> None:
-    """The same of a boot without precompiled regions: every region cached, and hits."""
-    counts = _assert_nothing_was_compiled(booted, "cached")
-    assert counts["fxgraph_hits"] > 0
-    assert counts["aotautograd_hits"] > 0
-    assert [counts[name] for name in ("precompiled_loaded", "precompiled_made")] == [0, 0]
-
-
-def _assert_nothing_was_compiled(booted: Booted, step: str) -> dict[str, int]:
-    """Every region is on this step; the boot's counts."""
     report = booted.report
     counts: dict[str, int] = report["counts"]
-    assert set(booted.steps.values()) == {step}, report
-    assert report["fully_precompiled"] == (step == "precompiled")
+    assert set(booted.steps.values()) == {"precompiled"}, report
+    assert report["fully_precompiled"]
     assert [counts[name] for name in ("fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses")] == [0, 0, 0]
     assert [counts[name] for name in ("aotautograd_bypasses", "benchmarks", "kernels_compiled")] == [0, 0, 0]
     for region in report["regions"]:
         assert region["relative_error"] <= region["tolerance"]
     assert report["fully_cached"]
     assert booted.compiled_now == 0
-    return counts
+    assert counts["precompiled_loaded"] >= len(booted.report["regions"])
+    assert counts["precompiled_made"] == 0
+    assert [counts[name] for name in ("graphs", "fxgraph_hits", "aotautograd_hits")] == [0, 0, 0]
 
 
 def stored(store: Path) -> dict[str, bytes]:

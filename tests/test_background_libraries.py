@@ -70,7 +70,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
 
     server, moments, left = Machine.at(tmp_path / "server", local, key, environment), random.Random(KILLS), []
     orders = Orders(Settings(), server.directory)
-    orders.queue.released.set()
+    orders.queue.release()
     workshop = orders.workshop
     try:
         for number in range(KILLS):

@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from boots import ONE_CLASS, TESTS, after, assert_fully_cached, assert_fully_warm, boot_once, run_boot, settings, stored
+from boots import ONE_CLASS, TESTS, after, assert_fully_warm, boot_once, run_boot, settings, stored
 from namespaces import mounted
 
 import compile_cache
@@ -15,7 +15,7 @@ import compile_cache
 
 def test_cold_boot_compiles_and_publishes_everything(cold):
     folder, booted = cold
-    assert set(booted.steps.values()) == {"cold"}
+    assert set(booted.steps.values()) == {"precompiled"}
     assert booted.report["restore"]["outcome"] == "miss"
     assert booted.report["publish"]["failures"] == []
     assert booted.report["publish"]["files"] > 0
@@ -28,15 +28,8 @@ def test_cold_boot_compiles_and_publishes_everything(cold):
 @pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="torch warns that guards run slower there")
 def test_cold_boot_logs_nothing_of_other_libraries(cold):
     lines = cold[1].log.splitlines()
-    assert any("compile.begin" in line for line in lines)
+    assert any("background.begin" in line for line in lines)
     assert not [line for line in lines if ":compile_cache:" not in line]
-
-
-def test_restored_boot_without_precompiled_regions_finds_every_graph(cold, tmp_path):
-    _, first = cold
-    again = boot_once({**after(cold[0], tmp_path), "COMPILE_CACHE_PRECOMPILE": "0"})
-    assert_fully_cached(again)
-    assert again.output == first.output
 
 
 def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publish_them(cold, tmp_path):
@@ -47,9 +40,8 @@ def test_successor_with_other_code_does_not_use_the_precompiled_regions_nor_publ
     (tmp_path / "code" / "toy_model.py").write_text(source + "\n# another version\n")
     successor = boot_once(environ, "--code", str(tmp_path / "code"))
     assert successor.report["restore"]["outcome"] == "seeded"
-    assert set(successor.steps.values()) == {"cached"}
-    assert successor.report["counts"]["precompiled_loaded"] == 0
-    assert all("none is stored for these inputs and this code" in r["reason"] for r in successor.report["regions"])
+    counts = successor.report["counts"]
+    assert (counts["precompiled_loaded"], counts["precompiled_made"]) == (0, 2)
     again = boot_once(environ, "--code", str(tmp_path / "code"))
     assert_fully_warm(again)
     assert all(region["reason"] == "" for region in again.report["regions"])
@@ -99,7 +91,7 @@ def test_environment_that_torch_contradicts_discards_the_restore(cold, tmp_path)
 def test_compiler_that_is_missing_leaves_those_regions_eager_that_need_one(tmp_path, cold):
     _, honest = cold
     booted = boot_once({**settings(tmp_path), "CXX": "/nowhere/g++"}, forked=False)
-    assert booted.steps == {"WideBlock": "cold", "NormBlock": "eager"}
+    assert booted.steps == {"WideBlock": "precompiled", "NormBlock": "eager"}
     assert "InvalidCxxCompiler" in next(r["reason"] for r in booted.report["regions"] if r["name"] == "NormBlock")
     assert booted.output == pytest.approx(honest.output, rel=1e-3)
 
@@ -134,9 +126,9 @@ def test_setting_that_is_wrong_fails_the_boot_and_names_the_variable(tmp_path):
 @pytest.mark.parametrize(
     ("options", "steps", "words"),
     [
-        (None, {"cold"}, "Set COMPILE_CACHE_DIR to a writable folder"),
-        ("ro", {"cold"}, "Read-only file system"),
-        ("size=16k", {"cold", "eager"}, "No space left on device"),
+        (None, {"precompiled"}, "Set COMPILE_CACHE_DIR to a writable folder"),
+        ("ro", {"precompiled"}, "Read-only file system"),
+        ("size=16k", {"precompiled", "eager"}, "No space left on device"),
     ],
     ids=["a file", "read-only", "full"],
 )

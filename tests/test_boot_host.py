@@ -69,16 +69,14 @@ with compile_cache.boot("my-model") as boot:
                 Failing.begun += 1
                 raise KeyError(f"failure number {Failing.begun}")
     sys.meta_path.insert(0, Failing())
-    if "preload" in sys.argv:
-        with boot.importing():
-            pass
-    for _ in range(2):
-        layer = torch.nn.Linear(4, 4)
+    for size in (4, 5):
+        layer = torch.nn.Linear(size, size)
         boot.compile(layer)
-        boot.warm_up(lambda: layer(torch.ones(1, 4)))
+        boot.warm_up(torch.inference_mode()(lambda: layer(torch.ones(1, size))))
 assert Failing.begun == 1
-(warning,) = boot.report.warnings
-assert "could not set up compilation; serving eager: KeyError('failure number 1')" in warning, warning
+(region,) = boot.report.regions
+assert "its artifact cannot be used: KeyError: 'failure number 1'" in region.reason, region
+assert (region.step, boot.report.warnings) == ("eager", [])
 """
 
 
@@ -153,9 +151,8 @@ def test_a_user_without_a_name_gets_one(tmp_path, scope):
     assert done.stdout == "uid-12345\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["preload"]])
-def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path, arguments):
-    run(FAIL_TO_IMPORT_THE_COMPILER, *arguments, **settings(tmp_path))
+def test_an_import_of_the_compiler_that_failed_is_not_begun_again(tmp_path):
+    run(FAIL_TO_IMPORT_THE_COMPILER, **settings(tmp_path))
 
 
 IMPORT_AND_FAIL = """
@@ -273,7 +270,7 @@ def test_a_setup_in_an_event_loop_and_predictions_at_once_are_compiled_and_right
     """Cog runs `async def setup()` in the event loop's thread. Predictions run there or on other threads."""
     done = run_forked(IN_AN_EVENT_LOOP, environ=settings(tmp_path))
     steps, largest_difference, compiled_now = json.loads(done.stdout.splitlines()[-1])
-    assert (steps, compiled_now) == (["cold"], 0)
+    assert (steps, compiled_now) == (["graphs"], 0)  # no other process has a class that a function made
     assert largest_difference < 1e-5
 
 

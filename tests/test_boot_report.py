@@ -31,8 +31,8 @@ def warm_report() -> BootReport:
         restore=RestoreReport("hit", packs=1, files=12, stored_bytes=3_000_000, seconds=0.5, waited_s=0.1),
         counts=CompileCounts(graphs=2, fxgraph_hits=2, aotautograd_hits=2),
         regions=[
-            RegionReport("Block", 12, "cached", graphs=1, compile_s=0.25, relative_error=1e-7, tolerance=1e-5),
-            RegionReport("Head", 1, "cached", graphs=1, compile_s=0.5, relative_error=1e-8, tolerance=1e-5),
+            RegionReport("Block", 12, "graphs", graphs=1, compile_s=0.25, relative_error=1e-7, tolerance=1e-5),
+            RegionReport("Head", 1, "graphs", graphs=1, compile_s=0.5, relative_error=1e-8, tolerance=1e-5),
         ],
     )
 
@@ -63,7 +63,7 @@ MADE_ANEW += ["benchmarks", "kernels_compiled"]
     [
         ("regions.1.relative_error", None),
         ("regions", []),
-        *(("regions.1.settled", step) for step in ("unused", "eager", "cold")),
+        *(("regions.1.settled", step) for step in ("unused", "eager")),
         ("counts", CompileCounts(graphs=2)),
         *((f"counts.{name}", 1) for name in MADE_ANEW),
     ],
@@ -94,7 +94,7 @@ def test_a_boot_of_precompiled_regions_alone_is_fully_cached_and_fully_precompil
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        *(("regions.1.settled", step) for step in ("unused", "eager", "cold", "cached")),
+        *(("regions.1.settled", step) for step in ("unused", "eager", "graphs")),
         ("counts.precompiled_loaded", 0),
         ("counts.fxgraph_misses", 1),
     ],
@@ -119,7 +119,7 @@ def test_json_has_every_field_and_the_derived_figures():
     report.restore.refused.append(RefusedPack("abc.pack", "it is damaged"))
     report.publish = PublishReport(packs=1, failures=["the store said no"])
     told = asdict(report) | {"compile_s": 0.75, "fully_cached": True, "fully_precompiled": False}
-    told["regions"] = [{**region, "step": "cached"} for region in told["regions"]]
+    told["regions"] = [{**region, "step": "graphs"} for region in told["regions"]]
     assert json.loads(report.to_json()) == told
 
 
@@ -191,8 +191,8 @@ def test_a_report_that_cannot_be_written_is_an_event_of_its_own_once(tmp_path, n
 def test_lines_tell_the_restore_the_regions_the_lookups_and_the_time():
     assert warm_report().lines() == [
         "restore: hit, 12 files, 3.0 MB in 0.50 s, waited 0.10 s",
-        "region Block x12: cached, 0.25 s, differs from eager by 1.0e-07",
-        "region Head x1: cached, 0.50 s, differs from eager by 1.0e-08",
+        "region Block x12: graphs, 0.25 s, differs from eager by 1.0e-07",
+        "region Head x1: graphs, 0.50 s, differs from eager by 1.0e-08",
         "precompiled: 0 loaded, 0 made; lookups: 4 hits, 0 misses; anew: 0 kernels, 0 benchmarks",
         "ready after 4.25 s (weights 1.50 s, warm_up 2.00 s, of which compiling and comparing 0.75 s)",
     ]
@@ -203,13 +203,13 @@ def test_lines_name_reasons_refused_packs_warnings_and_what_was_loaded_and_made(
     report.counts = CompileCounts(precompiled_loaded=3, precompiled_made=1)
     refused = [RefusedPack("abc.pack", "it is damaged"), RefusedPack("def.pack", "no answer", is_final=False)]
     report.restore = RestoreReport("failed", "no answer", refused=refused)
-    report.regions[0].settled, report.regions[0].reason = "cold", "2 lookups found nothing"
+    report.regions[0].settled, report.regions[0].reason = "eager", "nothing is stored"
     report.warnings = ["could not write"]
     lines = report.lines()
     assert lines[0].startswith("restore: failed (no answer), ")
     assert {"refused pack abc.pack: it is damaged", "unread pack def.pack: no answer"} <= {*lines}
     assert "precompiled: 3 loaded, 1 made; lookups: 0 hits, 0 misses; anew: 0 kernels, 0 benchmarks" in lines
-    assert any(line.startswith("region Block x12: cold (2 lookups found nothing)") for line in lines)
+    assert any(line.startswith("region Block x12: eager (nothing is stored)") for line in lines)
     assert "warning: could not write" in lines
 
 
@@ -219,7 +219,7 @@ def test_metrics_are_flat_rounded_and_prefixed():
         "compile_cache.restore_s": 0.5,
         "compile_cache.compile_s": 0.75,
         "compile_cache.restore": "hit",
-        "compile_cache.regions": {"Block": "cached", "Head": "cached"},
+        "compile_cache.regions": {"Block": "graphs", "Head": "graphs"},
         "compile_cache.precompiled": 0,
         "compile_cache.hits": 4,
         "compile_cache.misses": 0,
@@ -234,7 +234,7 @@ def test_a_class_that_is_left_eager_is_not_compiled_and_the_report_says_why(dire
     compiler = boot(directory, model, settings=Settings(leave_eager=("NormBlock", "Missing")))
     warm_up(compiler, lambda: model(torch.ones(4, 16)))
     reports = {report.name: report for report in compiler.reports}
-    assert (reports["WideBlock"].step, reports["NormBlock"].step) == ("cold", "eager")
+    assert (reports["WideBlock"].step, reports["NormBlock"].step) == ("precompiled", "eager")
     assert reports["NormBlock"].instances == 2
     assert reports["NormBlock"].reason == "left eager by COMPILE_CACHE_LEAVE_EAGER"
     (warning,) = compiler.left_eager_warnings()
@@ -263,9 +263,15 @@ def test_an_artifact_that_was_made_is_timed_and_one_that_was_found_is_not(direct
 
 def test_timing_changes_no_input(directory):
     module = build(blocks.Pair)
-    x, y = tensor(16, 16), tensor(16, 16, seed=2)
+    inputs: list[torch.Tensor] = []
+
+    def call() -> torch.Tensor:
+        inputs[:] = tensor(16, 16), tensor(16, 16, seed=2)
+        return module(*inputs)
+
     compiler = boot(directory, module)
-    answer = warm_up(compiler, lambda: module(x, y))
+    answer = warm_up(compiler, call)
+    x, y = inputs
     expected = tensor(16, 16).mm(y.T)
     assert only_report(compiler).speedup is not None
     torch.testing.assert_close(x, expected)
@@ -274,9 +280,9 @@ def test_timing_changes_no_input(directory):
 
 @pytest.mark.parametrize(("compiled_ms", "eager_ms", "speed"), [(1.0, 1.32, 1.32), (1.0, 0.95, 0.95), (1.5, 1.0, 0.67)])
 def test_the_report_says_how_fast_a_region_is(compiled_ms, eager_ms, speed):
-    region = RegionReport("Block", 1, "cold")
+    region = RegionReport("Block", 1, "precompiled")
     region.note_made(Answer(compiled_ms=compiled_ms, eager_ms=eager_ms))
-    assert f"region Block x1: cold, 0.00 s, {speed} x eager's speed" in BootReport(regions=[region]).lines()
+    assert f"region Block x1: precompiled, 0.00 s, {speed} x eager's speed" in BootReport(regions=[region]).lines()
 
 
 def test_the_times_of_a_region_are_those_of_its_slowest_call():

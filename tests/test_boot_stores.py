@@ -81,7 +81,7 @@ def test_miss_in_a_new_environment_is_explained_by_what_differs(signed, tmp_path
 def test_unreachable_store_costs_the_cache_and_not_the_boot(tmp_path, aws_variables, closed_port):
     endpoint = {"AWS_ENDPOINT_URL_S3": f"http://user:SECRET@127.0.0.1:{closed_port}"}
     booted = boot_once(one_class(tmp_path, store="s3://bucket/models") | endpoint)
-    assert set(booted.steps.values()) == {"cold"}
+    assert set(booted.steps.values()) == {"precompiled"}
     assert booted.report["restore"]["outcome"] == "failed"
     assert f"127.0.0.1:{closed_port}" in booted.report["restore"]["reason"]
     assert booted.report["publish"]["packs"] == 0

@@ -19,12 +19,10 @@ from progress import Doing, told
 from rich.console import Console
 
 
-def test_the_log_of_a_cold_boot_says_which_region_is_being_compiled(cold):
-    """demo_servers.py has the log of a boot that leaves it to a second process."""
+def test_the_log_of_a_cold_boot_says_which_region_was_compiled(cold):
     _, booted = cold
-    steps = ("compiling {}", "storing {}, comparing it with eager")
-    compiled = [step.format(name) for name in booted.steps for step in steps]
-    assert stages(booted.log) == ["starting the server", *compiled, "ready"]
+    compiled = [f"a second process has compiled {name}" for name in booted.steps]
+    assert stages(booted.log) == ["starting the server", "a second process compiles", *compiled, "ready"]
 
 
 def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path, marked):

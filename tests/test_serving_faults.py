@@ -160,7 +160,7 @@ class Executed(Wide):
 """
 FILES = {"changed.py": CHANGED, "calling.py": CALLING, "helper.py": HELPER}
 FILES |= {"executed.py": EXECUTING, "executed.txt": EXECUTED}
-STEPS = {"Changed": "compiled", "Calling": "compiled", "Executed": "precompiled"}
+STEPS = {"Changed": "graphs", "Calling": "graphs", "Executed": "precompiled"}
 
 
 def boots_of(root: Path) -> Callable[..., Told]:
@@ -236,7 +236,7 @@ def test_graphs_of_the_second_process_are_found_whichever_module_imported_torch_
     folder, _ = first(*OUT_OF_FILES)
     told = play_scene(tmp_path, "right", "Broken", after=folder, forked=False, program="loaded_predictor")
     assert told["ready"]["counts"]["fxgraph_hits"] > told["ready"]["counts"]["fxgraph_misses"] == 0
-    assert set(told["pairs"]["Broken"]["steps"][1:]) == {"compiled"}
+    assert set(told["pairs"]["Broken"]["steps"][1:]) == {"graphs"}
 
 
 def test_a_compiler_that_was_killed_once_slows_no_later_boot(tmp_path):

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import SIZE, Breaking, Weighted
+from blocks import SIZE, Weighted
 from precompiling import (
-    FIRST,
     SECOND,
     activated,
     boot,
     build,
     built,
     eager,
+    finish,
     only_report,
     prediction,
     tensor,
@@ -35,9 +35,10 @@ from compile_cache.calls import spec as call_spec
 from compile_cache.calls.spec import CallSpec, likeness
 from compile_cache.serving import region as routing
 from compile_cache.serving.comparison import Comparison
+from compile_cache.serving.kinds import State
+from compile_cache.serving.region import Region
+from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.regions import Regions
-from compile_cache.serving.supply import Source
-from compile_cache.serving.kinds import Case, State
 from compile_cache.settings import Settings
 
 TABLE = torch.eye(SIZE)
@@ -72,13 +73,14 @@ class Block(Weighted):
 
 
 PRECOMPILED = Settings(cold_start="block", unseen="eager")
+BACKGROUND = Settings(cold_start="background", unseen="background")
 # The settings, the `graphs` of the block, and what serves its calls.
 STATES = {
     "precompiled": (PRECOMPILED, 0, "precompiled"),
-    "compiled": (PRECOMPILED, 2, "compiled"),
-    "compiled whole": (PRECOMPILED, 1, "compiled"),
+    "graphs": (PRECOMPILED, 2, "graphs"),
+    "a whole graph": (PRECOMPILED, 1, "graphs"),
     "eager": (Settings(cold_start="background", unseen="eager"), 0, "eager"),
-    "ordered": (Settings(cold_start="background", unseen="background"), 0, "eager"),
+    "ordered": (BACKGROUND, 0, "eager"),
 }
 Served = tuple[Block, Block, Regions]
 
@@ -91,7 +93,7 @@ def settled(state: str, root: Path) -> Iterator[Served]:
         block, twin = build(Block, graphs), build(Block, graphs)
         compiler = boot(directory, block, settings=settings)
         if state != "eager":  # of which the warm-up knows nothing
-            warm_up(compiler, lambda: [block(tensor()) for _ in range(2)])
+            warm_up(compiler, lambda: block(tensor()))
         with prediction(compiler.supply.moment):
             for _ in range(3):
                 assert_right(block, twin)
@@ -229,7 +231,7 @@ def test_numbers_that_are_equal_and_not_the_same_are_told_apart(tmp_path, state,
 
         for call in (call_with, call_having):
             for first, *others in [(1.0, True, 1)] if call is call_having and block.graphs else numbers:
-                warm_up(compiler, lambda call=call, first=first: [call(first) for _ in range(2)])
+                warm_up(compiler, lambda call=call, first=first: call(first))
                 with prediction(compiler.supply.moment):
                     for number in (first, *(first, *others) * 2):
                         call(number)
@@ -254,16 +256,17 @@ def test_other_inputs_are_served_as_their_own_kind(served, other):
 def test_a_region_that_is_eager_because_of_a_hook_is_compiled_once_the_hook_is_gone(directory):
     block, twin = build(Block), build(Block)
     handles = [module.register_forward_hook(double) for module in (block, twin)]
-    compiler = warmed(directory, block, settings=Settings(cold_start="block"), times=3)
+    compiler = warmed(directory, block, settings=BACKGROUND)
     assert "has a hook" in only_report(compiler).reason
     for handle in handles:
         handle.remove()
     steps = []
     for _ in range(3):
         with prediction(compiler.supply.moment):
-            assert_right(block, twin)
             steps.append(step_of(compiler, block))
-    assert steps[-1] == "precompiled", steps
+            assert_right(block, twin)
+        finish(compiler)
+    assert steps == ["eager", "eager", "precompiled"]
 
 
 @pytest.mark.parametrize("way", ["data", "load_state_dict", "buffer"])
@@ -271,7 +274,7 @@ def test_code_for_aligned_weights_serves_none_that_lie_elsewhere_from_the_next_p
     """On a GPU, it would read 16 bytes at a time."""
     block = build(Block)
     block.register_buffer("kept", torch.ones(SIZE))
-    compiler = warmed(directory, block, settings=PRECOMPILED, times=2)
+    compiler = warmed(directory, block, settings=PRECOMPILED)
     kept = {name: value.clone() for name, value in block.state_dict().items()}
     moved = {
         name: torch.cat([value.flatten()[:1], value.flatten()])[1:].view(value.shape) for name, value in kept.items()
@@ -292,7 +295,7 @@ def test_code_for_aligned_weights_serves_none_that_lie_elsewhere_from_the_next_p
 
 
 def test_outside_predictions_a_module_is_looked_at_again_after_64_calls(directory):
-    block, compiler = built(directory, Block, settings=PRECOMPILED, times=2)
+    block, compiler = built(directory, Block, settings=PRECOMPILED)
     remove = AT_ONCE["hook"](block)
     assert step_of(compiler, block) == "eager"
     remove()
@@ -341,11 +344,11 @@ def test_an_object_whose_attributes_are_its_own_matter_fails_no_call(directory, 
     block, twin = build(Block), build(Block)
     compiler = boot(directory, block, settings=STATES[name][0])
     block.options = Attributes(a=1)
-    warm_up(compiler, lambda: [block(tensor(), Attributes(a=1)) for _ in range(2)])
+    warm_up(compiler, lambda: block(tensor(), Attributes(a=1)))
     for _ in range(3):
         with prediction(compiler.supply.moment):
             torch.testing.assert_close(eager(block, tensor(), Attributes(a=1)), eager(twin, tensor()))
-    assert only_report(compiler).step == ("eager" if name == "ordered" else "cold")
+    assert only_report(compiler).step == STATES[name][2]
 
 
 class Shapeless(torch.Tensor):
@@ -389,72 +392,37 @@ def test_objects_of_one_class_that_are_other_kinds_are_not_alike(pair):
 
 
 @pytest.fixture
-def compared(directory):
-    """A block whose code has passed and is taken at the next moment, its case, and its boot."""
-    block = build(Block)
-    compiler = boot(directory, block, settings=Settings(cold_start="block"))
-    compiler.supply.moment.begin(FIRST)
-    warm_up(compiler, lambda: block(tensor()))
-    (region,) = compiler.by_class.values()
-    (case,) = region.supply.kinds
-    yield block, case, compiler, region
-    assert step_of(compiler, block) == "eager"
+def arrived(directory) -> Callable[[type[Block]], tuple[Block, Regions, Region]]:
+    """Makes a block whose function has arrived, and was not compared yet."""
+
+    def make(kind: type[Block]) -> tuple[Block, Regions, Region]:
+        block, compiler = built(directory, kind, settings=BACKGROUND)
+        finish(compiler)
+        return block, compiler, *compiler.by_class.values()
+
+    return make
+
+
+@pytest.mark.parametrize("where", [(RegionReport, "take_step"), (Region, "_serve_known")])
+def test_code_that_another_thread_drops_while_it_is_taken_or_serves_a_call_serves_no_later_one(
+    arrived, monkeypatch, where
+):
+    block, compiler, region = arrived(Block)
+    with prediction(compiler.supply.moment):
+        eager(block, tensor())
+    (case,), real = region.supply.kinds, getattr(*where)
+    assert case.serves_any
+
+    def drop(*inputs: Any) -> Any:
+        region.supply.drop(case, "another thread gave it up")
+        return real(*inputs)
+
+    monkeypatch.setattr(*where, drop)
+    for step in ("eager" if where[0] is RegionReport else "precompiled", "eager"):
+        with prediction(compiler.supply.moment):
+            assert step_of(compiler, block) == step
     assert case.state is State.EAGER
     assert "another thread gave it up" in region.report.reason
-
-
-def test_code_that_another_thread_drops_while_it_is_taken_is_not_taken(compared, monkeypatch):
-    _, case, compiler, region = compared
-    assert case.state is State.ARRIVED
-    real = Case.serve
-    monkeypatch.setattr(
-        Case, "serve", lambda *inputs: region.supply.drop(case, "another thread gave it up") or real(*inputs)
-    )
-    compiler.supply.moment.end(FIRST, is_complete=True)
-    compiler.supply.moment.begin(FIRST)
-
-
-def test_code_that_another_thread_drops_between_a_check_and_its_use_serves_no_later_call(compared, monkeypatch):
-    block, case, compiler, region = compared
-    compiler.supply.moment.end(FIRST, is_complete=True)
-    compiler.supply.moment.begin(FIRST)
-    assert case.state is State.TAKEN
-    real = Case.is_to_compare
-    monkeypatch.setattr(
-        Case,
-        "is_to_compare",
-        lambda *inputs: bool(region.supply.drop(case, "another thread gave it up")) or real(*inputs),
-    )
-    eager(block, tensor())
-
-
-def test_graphs_that_are_taken_during_an_instances_call_are_compared_on_it_before_they_serve(directory, monkeypatch):
-    first, second = build(Breaking), build(Breaking)
-    compiler = boot(directory, first, second, settings=Settings(cold_start="block", unseen="block"))
-    warm_up(compiler, lambda: None)
-    inside, go_on, compared, make = threading.Event(), threading.Event(), [], Source.make
-    real, check = routing.call_region, Comparison.check
-
-    def wait_inside(module: nn.Module, *inputs: Any) -> Any:
-        if module is second and not inside.is_set():
-            inside.set(), go_on.wait(60)
-        return real(module, *inputs)
-
-    def make_meanwhile(*inputs: Any) -> None:
-        calls.append(threads.submit(eager, second, tensor()))
-        inside.wait(60), make(*inputs)
-
-    with ThreadPoolExecutor() as threads:
-        calls = []
-        monkeypatch.setattr(routing, "call_region", wait_inside)
-        monkeypatch.setattr(Source, "make", make_meanwhile)
-        for _ in range(4):
-            eager(first, tensor())
-        assert [case.state for case in compiler.by_class[Breaking].source.kinds] == [State.TAKEN]
-        go_on.set(), calls[0].result()
-    monkeypatch.setattr(Comparison, "check", lambda *inputs: compared.append(inputs) or check(*inputs))
-    eager(second, tensor())
-    assert len(compared) == 1
 
 
 class Drawing(Block):
@@ -484,12 +452,11 @@ def test_another_thread_draws_no_random_numbers_twice(directory, monkeypatch):
 
 
 def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_the_copy_and_the_call(
-    directory, monkeypatch
+    arrived, monkeypatch
 ):
     # With this option, compiled code draws the same numbers as eager.
     with torch._inductor.config.patch(fallback_random=True):
-        block = build(Drawing)
-        compiler = boot(directory, block, settings=Settings(cold_start="block"))
+        block, compiler, region = arrived(Drawing)
         moment, real = compiler.supply.moment, routing.call_region
 
         def call_region(*call: Any) -> Any:
@@ -499,8 +466,9 @@ def test_code_is_not_dropped_for_random_numbers_that_a_prediction_drew_between_t
             return real(*call)
 
         monkeypatch.setattr(routing, "call_region", call_region)
-        warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
-        (region,) = compiler.by_class.values()
+        for _ in range(30):
+            eager(block, tensor())
+        assert "not compared with eager: other predictions would see" in region.report.reason
         assert "differs from eager" not in region.report.reason
         assert region.served["precompiled"] > 0
 
@@ -515,9 +483,8 @@ class Counting(Block):
         return self.last + 1
 
 
-def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code(directory, monkeypatch):
-    block = build(Counting)
-    compiler = boot(directory, block, settings=Settings(cold_start="block"))
+def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code(arrived, monkeypatch):
+    block, compiler, region = arrived(Counting)
     moment, real = compiler.supply.moment, Comparison.check
 
     def check(comparison: Comparison, function: Callable[..., Any]) -> Any:
@@ -527,16 +494,17 @@ def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code
         return real(comparison, function)
 
     monkeypatch.setattr(Comparison, "check", check)
-    warm_up(compiler, lambda: [block(tensor()) for _ in range(30)])
-    assert "not compared with eager: while other predictions were open" in only_report(compiler).reason
-    with prediction(compiler.supply.moment):
+    for _ in range(30):
+        eager(block, tensor())
+    assert "not compared with eager: while other predictions were open" in region.report.reason
+    with prediction(moment):
         assert step_of(compiler, block) == "precompiled"
 
 
 def test_an_instance_that_is_first_called_late_has_one_code_in_a_prediction(directory):
     blocks = [build(Block), build(Block)]
     compiler = boot(directory, nn.ModuleList(blocks), settings=PRECOMPILED)
-    warm_up(compiler, lambda: [blocks[0](tensor()) for _ in range(2)])
+    warm_up(compiler, lambda: blocks[0](tensor()))
     found = []
     for _ in range(2):
         with prediction(compiler.supply.moment):
@@ -588,14 +556,13 @@ def test_an_input_that_is_a_part_of_a_buffer_that_is_written_is_an_eager_kind_of
     for module in (block, twin):
         with torch.inference_mode():
             module.past = tensor(8, SIZE).clone()
-    compiler = boot(directory, block, settings=Settings(cold_start="block", unseen="block"))
-    warm_up(compiler, lambda: [block(tensor().clone()) for _ in range(3)])
-    for _ in range(3):
-        eager(twin, tensor().clone())
+    compiler = boot(directory, block, settings=Settings(cold_start="block"))
+    warm_up(compiler, lambda: (block(tensor().clone()), twin(tensor().clone())))
     for is_part in (False, True) * 4:
         with prediction(compiler.supply.moment):
             found, expected = (eager(m, m.past[:4] if is_part else tensor().clone()) for m in (block, twin))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        finish(compiler)
     assert "it writes into memory that two of its tensors share" in only_report(compiler).reason
 
 
@@ -611,8 +578,8 @@ def test_an_input_that_is_a_part_of_a_buffer_is_not_like_a_settled_call_with_ano
     with torch.inference_mode():
         block, twin = build(BreaksBefore), build(BreaksBefore)
     compiler = boot(directory, block, settings=PRECOMPILED)
-    warm_up(compiler, lambda: [block(tensor()) for _ in range(3)])
+    warm_up(compiler, lambda: block(tensor()))
     with prediction(compiler.supply.moment), torch.inference_mode():
-        assert [step_of(compiler, block) for _ in range(2)] == ["compiled"] * 2
+        assert [step_of(compiler, block) for _ in range(2)] == ["graphs"] * 2
         block.past.copy_(tensor(8, SIZE)), twin.past.copy_(tensor(8, SIZE))
         torch.testing.assert_close(block(block.past[:4]), twin(twin.past[:4]), rtol=1e-3, atol=1e-3)

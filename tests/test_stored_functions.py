@@ -25,7 +25,7 @@ import pytest
 import torch
 from blocks import Batched, Block, Breaking, Cheating, ReadsGlobalTensor
 from passes import Versioned
-from precompiling import activated, artifacts, boot, build, eager, find, loaded, only_report, tensor, warm_up, warmed
+from precompiling import artifacts, boot, build, eager, find, loaded, only_report, tensor, told, warm_up, warmed
 
 from compile_cache.calls.spec import CallSpec
 from compile_cache.errors import ArtifactError
@@ -47,7 +47,7 @@ def made(shared):
     block, batched = build(Block), build(Batched)
     compiler = boot(shared, block, batched)
     warm_up(compiler, lambda: [block(tensor()), batched(tensor(1, 4, 16))])
-    assert len(artifacts(shared)) == 2, compiler.reports
+    assert len(artifacts(shared)) == 2
     return shared
 
 
@@ -143,23 +143,17 @@ def test_artifact_with_kernels_for_another_host_is_refused_alone(restart, other,
     assert isinstance(find(restart, build(Batched), tensor(1, 4, 16)), Precompiled)
 
 
-def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(tmp_path, monkeypatch):
+def test_artifact_of_a_call_on_a_gpu_serves_with_another_number_of_threads(directory, monkeypatch):
     """There is no GPU here: the call is said to be on one."""
     for module in (stored_artifacts, precompiled):
         monkeypatch.setattr(module, "on_gpu", lambda *_: True)
-    threads = torch.get_num_threads()
-    with activated(tmp_path) as directory:
-        block = build(Block)
-        warmed(directory, block)
-        (path,) = artifacts(directory)
-        assert "threads" not in read_artifact(path)[0]["switches"]
-        try:
-            torch.set_num_threads(threads + 1)
-            found = find(directory, build(Block), tensor())
-        finally:
-            torch.set_num_threads(threads)
-    assert isinstance(found, Precompiled), found
+    block, other, threads = build(Block), build(Block), torch.get_num_threads()
     with torch.inference_mode():
+        path = Artifacts(Settings(), directory.path).make((block, (tensor(),), {})).path
+        assert "threads" not in read_artifact(directory.path / path)[0]["switches"]
+        with told(torch.set_num_threads, threads + 1, threads):
+            found = find(directory, other, tensor())
+        assert isinstance(found, Precompiled), found
         assert not found.misfit((block, (tensor(),), {}))
         with torch.autocast("cpu", torch.bfloat16):
             assert not found.fits((block, (tensor(),), {}))
@@ -182,21 +176,20 @@ def test_artifact_in_another_group_is_refused(restart):
     assert find(restart, build(Batched), tensor(1, 4, 16)) == "it belongs to another group"
 
 
-def test_damaged_artifact_costs_the_step_and_the_report_says_why(restart):
+def test_damaged_artifact_is_made_anew(restart):
     path = artifact_of(restart, Block)
     path.write_bytes(path.read_bytes()[:-1])
-    report = only_report(answers_right(restart, Block))
-    assert (report.step, report.loaded) == ("cached", 0)
-    assert "not precompiled: it is damaged" in report.reason
-    again = build(Block)
-    compiler = warmed(restart, again)
-    assert only_report(compiler).step == "precompiled", "the boot before has made it anew"
+    for counts in ((0, 1), (1, 0)):
+        report = only_report(answers_right(restart, Block))
+        assert (report.step, report.loaded, report.made) == ("precompiled", *counts)
 
 
-def test_a_function_that_another_checkout_pickled_is_not_found(restart, monkeypatch):
-    real = precompiled.file_digest
-    monkeypatch.setattr(precompiled, "file_digest", lambda module: "" if module == aot.__name__ else real(module))
-    assert only_report(warmed(restart, build(Block))).made == 1
+def test_a_function_that_another_checkout_pickled_is_not_found(restart):
+    path = artifact_of(restart, Block)
+    key, record, payload = read_artifact(path)
+    path.unlink()
+    write_artifact(path.parent, key, {**record, "files": {**record["files"], aot.__name__: "another"}}, payload)
+    assert "aot has changed" in find(restart, build(Block), tensor())
 
 
 def test_two_classes_of_one_name_and_file_are_told_apart_by_their_methods():
@@ -268,7 +261,7 @@ def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(re
 
 
 def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_publish(made, restart, monkeypatch):
-    monkeypatch.setitem(blocks.CHEATS, "now", True)
+    monkeypatch.setenv("BLOCK_CHEATS", "in the second process")
     compiler = answers_right(restart, Cheating)
     assert only_report(compiler).step == "eager"
     new = {path.relative_to(restart.path).as_posix() for path in artifacts(restart)}
@@ -280,14 +273,14 @@ def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_
     ("module_class", "reason"),
     [
         (Breaking, "with graph breaks"),
-        (ReadsGlobalTensor, "not precompiled: it reads tensors from global variables or a closure"),
+        (ReadsGlobalTensor, "it reads tensors from global variables or a closure"),
     ],
 )
-def test_region_that_cannot_be_precompiled_is_cached_by_the_next_boot(restart, module_class, reason):
+def test_region_that_cannot_be_precompiled_is_served_by_graphs_in_each_boot(restart, module_class, reason):
     before = len(artifacts(restart))
-    for step in ("cold", "cached"):
+    for _ in range(2):
         report = only_report(answers_right(restart, module_class))
-        assert report.step == step
+        assert report.step == "graphs"
         assert reason in report.reason
     assert len(artifacts(restart)) == before
 
@@ -328,13 +321,13 @@ def test_graphs_that_are_others_in_each_boot_are_recorded_eight_times_and_traced
     call = build(Breaking), (tensor(),), {}
     for number in range(8):
         artifacts = Artifacts(Settings(), directory.path)
-        path = artifacts.write_cached(call, 1.5, f"reason {number}")
-        if record := artifacts.cached(CallSpec.of(call), call):
+        path = artifacts.write_graphs(call, 1.5, f"reason {number}")
+        if record := artifacts.graphs(CallSpec.of(call), call):
             found.append((record.path == path, record.reason))
             artifacts.reject(path, "a stored graph was not found")
-            assert artifacts.cached(CallSpec.of(call), call) is None
+            assert artifacts.graphs(CallSpec.of(call), call) is None
     with pytest.raises(ArtifactError, match="others in each boot"):
-        artifacts.write_cached(call, 1.5, "again")
+        artifacts.write_graphs(call, 1.5, "again")
     assert found == [(True, f"reason {number}") for number in range(7)]
 
 
@@ -374,10 +367,10 @@ def test_a_call_with_nested_tensors_is_eager_and_says_so(directory):
 def test_a_setup_traces_no_longer_than_its_time_allows(restart, monkeypatch):
     modules = build(Breaking), build(ReadsGlobalTensor)
     warmed(restart, *modules)
-    cached = Artifacts.cached
-    monkeypatch.setattr(Artifacts, "cached", lambda *call: replace(cached(*call), seconds=7.0))
+    graphs = Artifacts.graphs
+    monkeypatch.setattr(Artifacts, "graphs", lambda *call: replace(graphs(*call), seconds=7.0))
     compiler = warmed(restart, *modules, settings=Settings(cold_start="background", unseen="background"))
-    assert [report.step for report in compiler.reports] == ["cached", "eager"]
+    assert [report.step for report in compiler.reports] == ["graphs", "eager"]
     assert "its graphs take 7 s to trace in the setup" in compiler.reports[1].reason
 
 

@@ -56,16 +56,13 @@ def started_by_boot(environ: dict[str, str | None]) -> list[str]:
 
 def test_warm_boot_on_a_cpu_compiles_nothing_and_the_thread_that_loads_imports_nothing_of_torchs_compiler(tmp_path):
     environ = settings(tmp_path) | {"TORCHINDUCTOR_VEC_ISA_OK": None}
-    cold = started_by_boot(environ)
-    assert any("g++" in line for line in cold), "a cold boot compiles"
-    assert any("LoadLibrary" in line for line in cold), "a cold boot loads its tests"
+    (second,) = started_by_boot(environ)
+    assert "compile_cache.background.child" in second, "a cold boot compiles"
     assert started_by_boot(environ) == []
     report = json.loads((tmp_path / "report.json").read_text())
     assert {region["step"] for region in report["regions"]} == {"precompiled"}
     names = [span["name"] for span in report["spans"] if span["lane"] == "preload"]
     assert names == ["import torch's loader", "load"]
-    # Nor does one that looks graphs up, whose store is the same.
-    assert started_by_boot({**environ, "COMPILE_CACHE_PRECOMPILE": "false"}) == []
 
 
 def test_a_compiler_that_is_killed_with_its_second_process_leaves_nothing(tmp_path, marked):

@@ -9,6 +9,7 @@ paths have the same length, one can replace the other in any file, pickles inclu
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import math
@@ -27,7 +28,16 @@ from queue import Empty, PriorityQueue
 from compile_cache.background.child import CompilingProcess
 from compile_cache.calls.pickling import hand_over
 from compile_cache.calls.spec import Call, on_gpu
-from compile_cache.errors import CompileCacheError, Failure, OrderFailed, ProcessDied, ProcessNotReady, attempt, log
+from compile_cache.errors import (
+    ArtifactError,
+    CompileCacheError,
+    Failure,
+    OrderFailed,
+    ProcessDied,
+    ProcessNotReady,
+    attempt,
+    log,
+)
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.inductor.make import Answer, Dimensions
@@ -112,7 +122,9 @@ class Orders:
         """
         path = str(self.workshop)
         make_empty(self.workshop)
-        _copy(self._directory.scan(), self._directory.path, self.workshop)
+        for file in self._directory.scan():
+            with contextlib.suppress(ArtifactError):  # a damaged one
+                _copy([file], self._directory.path, self.workshop)
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
         # A killed compiler leaves its temporary files. The next boot empties this folder.
         environ["TMPDIR"] = str(self._directory.compilers)
@@ -312,11 +324,11 @@ class OrderQueue:
 
 def _copy(paths: Iterable[str], source: Path, target: Path) -> None:
     """Copy files, and replace the path of the one folder by the other's in each. Files that exist stay, unless torch
-    rewrites them."""
+    rewrites them, or they are functions: one that is damaged is made anew."""
     old, new = os.fsencode(source), os.fsencode(target)
     assert len(old) == len(new)
     for path in paths:
-        if (target / path).exists() and not path.endswith(_REWRITTEN):
+        if (target / path).exists() and not path.endswith((*_REWRITTEN, SUFFIX)):
             continue
         if path.endswith(SUFFIX):
             copy_artifact(source / path, target / path, old, new)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from io import BytesIO, TextIOWrapper
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -130,6 +131,7 @@ def receive(content: bytes) -> Call:
         raise
     except Exception as error:
         raise NotHandedOver(f"the call cannot be rebuilt: {Failure(error).reason}") from error
+    _fill_main_program(call[0])
     for reference, packed in dictionaries.items():
         with contextlib.suppress(Exception):  # it holds what cannot be imported here
             dictionary = find(reference)
@@ -138,6 +140,16 @@ def receive(content: bytes) -> Call:
                 dict.clear(dictionary)
                 dict.update(dictionary, items)
     return call
+
+
+def _fill_main_program(module: nn.Module) -> None:
+    """Let this process's main program have the names that classes of the sender's read: torch looks these up there."""
+    main = sys.modules["__main__"]
+    for kind in {type(part) for part in module.modules() if type(part).__module__ == "__main__"}:
+        setattr(main, kind.__name__, kind)
+        for method in vars(kind).values():
+            if isinstance(method, types.FunctionType) and method.__globals__ is not vars(main):
+                vars(main).update(method.__globals__)
 
 
 class CallPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

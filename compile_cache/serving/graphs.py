@@ -61,6 +61,7 @@ class ServedByGraphs:
         `record`."""
         region = self._region
         if record is not None:
+            region.report.note_not_precompiled(record.reason)
             region.supply.boot.tracing_s -= record.seconds
             log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
         conclude = partial(self._conclude, case, record, call[0], like)

@@ -134,7 +134,7 @@ class Region:
         if isinstance(found, str):
             return self._stay_eager(call, like, found)
         case, function = found
-        if function is not None and case.passed.get(call[0]) and case.state is State.HAS_CODE:
+        if function is not None and self._serves(case, call[0]):
             return self._serve_known(case, function, call)
         try:
             if case.claim(call):
@@ -160,6 +160,11 @@ class Region:
             self.settle(call, like, case)
         return answer
 
+    def _serves(self, case: Case, module: nn.Module) -> bool:
+        """Whether the case's function has passed on this instance, and that has taken effect."""
+        has_passed = case.state is State.HAS_CODE and case.passed.get(module)
+        return bool(has_passed) and not self._moment.has(case.subject(module))
+
     def _serve_known(self, case: Case, function: Precompiled, call: Call) -> Any:
         """Serve a call by this function, and ask it first about the next call of these sizes, as long as that is
         `known`."""
@@ -184,7 +189,7 @@ class Region:
             function = supply.find(case, call)
             if function is not None and place in function.compared_on and not supply.boot.is_warming_up:
                 self._let_serve(case, function, call[0])
-                if case.passed.get(call[0]):
+                if self._serves(case, call[0]):
                     return self._serve_known(case, function, call)
         if case.state is State.HAS_CODE and function is not None:
             return self._compare(case, function, call)
@@ -247,7 +252,8 @@ class Region:
         is_marked = self.places[module] in function.compared_on
         marked = [other for other in self.places if is_marked and self.places[other] in function.compared_on]
         case.unended.pop(module)
-        take = partial(self.supply.take, case, [module, *marked])
+        case.passed[module] = True
+        take = partial(self.supply.take, case, marked)
         with self._moment.alone() if is_marked else contextlib.nullcontext(False) as takes_now:
             if takes_now:
                 take()

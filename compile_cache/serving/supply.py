@@ -118,8 +118,8 @@ class Supply:
             self.artifacts = Artifacts(self.settings, self.directory.path, marks)
 
     def configure(self) -> None:
-        """Make torch's settings in this thread, if the loader is imported."""
-        if self.artifacts is not None:
+        """Make torch's settings in this thread, if there can be functions."""
+        if self.functions is not None:
             from compile_cache.inductor.toolchain import configure_torch
 
             configure_torch()
@@ -244,13 +244,13 @@ class Supply:
     # READY, and who waits.
 
     def await_orders(self, until_s: float) -> bool:
-        """In `block`, let the second process answer the orders so far, as fast as it can; False if there are none. Each
-        begins before `until_s` of `time.monotonic`: those that are left are answered after READY."""
-        if self.settings.cold_start != "block" or self._queue is None or not self._queue.waiting:
+        """In `block`, let the second process answer orders, as fast as it can, each of which begins before `until_s` of
+        `time.monotonic`; the others are answered after READY. Returns whether it has answered one."""
+        if self.settings.cold_start != "block" or self._queue is None or not (waiting := self._queue.waiting):
             return False
         torch.cuda.empty_cache()  # the second process needs that memory
         self._queue.finish(until_s)
-        return True
+        return bool(self._queue.waiting < waiting)
 
     def release(self) -> None:
         """Let the second process begin, and load what READY did not wait for. Called at READY.
@@ -261,7 +261,7 @@ class Supply:
         """
         with LOCK:
             late, self.late = self.late, None
-        if self._queue is not None and self.settings.setup_budget_s is None:
+        if self._queue is not None and self.settings.setup_budget_s is None and self.settings.unseen != "background":
             self._queue.close()  # the next process goes on
         elif self._queue is not None:
             self._queue.release()
@@ -424,13 +424,12 @@ class RegionSupply:
         case.arrive(function)
         self.report.wait_for(self.kinds)
 
-    def take(self, case: Case, modules: Iterable[nn.Module]) -> None:
-        """Let a case's function serve these instances, on which it has passed, and let it be published."""
-        with LOCK:
-            if case.state is not State.HAS_CODE or case.function is None:  # it has failed meanwhile
-                return
-            for module in modules:
-                case.passed[module] = True
+    def take(self, case: Case, marked: Iterable[nn.Module]) -> None:
+        """Let a function that has passed be published, and serve also the instances on which it is `marked`."""
+        if case.state is not State.HAS_CODE or case.function is None:  # it has failed meanwhile
+            return
+        for module in marked:
+            case.passed[module] = True
         self.report.take_step("precompiled")
         for owner in (case.function.path, self.owner):
             self.boot.directory.publishable.release(owner)

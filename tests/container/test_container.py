@@ -97,7 +97,7 @@ def test_the_server_refuses_an_input_out_of_range_and_names_it(cold):
 def test_the_first_container_compiles_publishes_and_stops_in_order(cold):
     report = cold.booted.report
     assert report["restore"]["outcome"] == "miss"
-    assert set(cold.booted.steps.values()) == {"cold"}
+    assert set(cold.booted.steps.values()) == {"precompiled"}
     assert report["publish"]["packs"] > 0
     assert report["publish"]["failures"] == []
     assert cold.exit_code == 0
