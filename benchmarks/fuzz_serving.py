@@ -306,11 +306,11 @@ def _watch_moves() -> list[str]:
 
 
 def _left_halfway(boot: Boot, name: str) -> list[str]:
-    """The cases of a class whose code is still being found or made."""
+    """The cases of a class whose function is still being found or made."""
     from compile_cache.serving.kinds import State
 
     (kinds,) = (region.supply.kinds for region in boot._regions.by_class.values() if region.report.name == name)
-    return [f"a case is left {case.state}" for case in kinds if case.state in (State.CLAIMED, State.ORDERED)]
+    return [f"a case is left {case.state}" for case in kinds if case.claimant or case.state is State.ORDERED]
 
 
 class Style(NamedTuple):
@@ -441,8 +441,8 @@ def fuzz(modules: Sequence[RandomModule], arguments: argparse.Namespace) -> Batc
     """Boot the modules some times, over a store and with settings of their own."""
     chance = random.Random(f"{modules[0].seed} {modules[0].number} settings")
     settings = {name: chance.choice(values) for name, values in _SETTINGS.items()}
-    if arguments.supply:
-        settings |= {"COLD_START": arguments.supply, "UNSEEN": "auto"}
+    if arguments.policy:
+        settings |= {"COLD_START": arguments.policy, "UNSEEN": "auto"}
     began = time.monotonic()
     own = [*sys_arguments(arguments), "--first", str(modules[0].number), "--modules", str(len(modules))]
     with tempfile.TemporaryDirectory(prefix="fuzz-serving-") as folder:
@@ -479,7 +479,7 @@ def sys_arguments(arguments: argparse.Namespace) -> list[str]:
     names = ("seed", "calls", "device", "threads", "boots", "batch")
     named = [text for name in names for text in (f"--{name}", str(getattr(arguments, name)))]
     named += ["--sets"] if arguments.sets else [text for name in arguments.only for text in ("--only", name)]
-    named += ["--policy", arguments.supply] if arguments.supply else []
+    named += ["--policy", arguments.policy] if arguments.policy else []
     return [*named, *["--kills"] * arguments.kills, *["--asyncio"] * arguments.asyncio]
 
 

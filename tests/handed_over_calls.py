@@ -53,11 +53,23 @@ def misaligned() -> Call:
     return module, (torch.randn(2, SIZE),), {}
 
 
+def made_in_a_function() -> Call:
+    by = 3.0
+
+    class Local(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(SIZE, SIZE)
+            self.act = lambda x: x * by
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(super().forward(x))
+
+    return Local(), (torch.randn(2, SIZE),), {}
+
+
 def layers() -> Call:
     return Layers(), (torch.tensor([3]), torch.tensor([7])), {}
 
 
-CASES = {
-    made.__name__: made
-    for made in (attributed, inference, inference_mixed, quantized, inference_quantized, bits, misaligned, layers)
-}
+MADE = attributed, inference, inference_mixed, quantized, inference_quantized, bits, misaligned, layers
+CASES = {made.__name__: made for made in (*MADE, made_in_a_function)}

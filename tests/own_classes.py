@@ -2,8 +2,8 @@
 
     own_classes.py __main__|own_classes
 
-says whose the classes are: the main program's, which no other process can import, or a module's. Prints a line of JSON:
-by name, what the calls left in an object, and what as many changes leave.
+says whose the classes are: the main program's, which travel by value, or a module's. Prints a line of JSON: by name,
+what the calls left in an object, and what as many changes leave.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,17 +12,18 @@ from blocks import Inner, Product
 from boots import run_boot, settings
 from precompiling import activated, artifacts, build, eager, finish, tensor, warm_up
 
+from compile_cache.calls.spec import Call
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
+from compile_cache.serving.kinds import Case
 from compile_cache.serving.region import Region
 from compile_cache.serving.regions import Regions
-from compile_cache.serving.kinds import Case, State
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 from compile_cache.storage.publishable import Publishable
 
 BACKGROUND = Settings(cold_start="background", unseen="background")
-FILLING = Settings(cold_start="block", unseen="block", setup_budget_s=0)
+FILLING = Settings(cold_start="block", unseen="background", setup_budget_s=0)
 # A boot and two predictions: what each region's step was at READY, what waited, and what served.
 PREDICTIONS = """
 import json, sys
@@ -105,7 +105,7 @@ def made(tmp_path_factory):
     """The directory of a boot that compiled all before READY."""
     with activated(tmp_path_factory.mktemp("compiled")) as directory:
         compiler, _ = next_boot(directory, FILLING, is_hit=False)
-        assert steps(compiler)["Once"] == "cold"
+        assert steps(compiler)["Once"] == "precompiled"
         assert compiler.supply.waiting == 0
         yield directory
 
@@ -157,21 +157,19 @@ def test_what_another_version_compared_is_compared_before_it_serves(restart):
 
 
 def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restart, tmp_path):
-    settings = Settings(cold_start="block", unseen="block")  # without a setup budget
+    settings = Settings(cold_start="block", unseen="eager")  # without a setup budget
     with activated(tmp_path / "empty") as directory:
         compiler, modules = next_boot(directory, settings, is_hit=False)
-        assert steps(compiler) == {"Once": "eager", "Step": "cold"}
-        assert (compiler.supply.waiting, compiler.reports[0].waiting) == (1, 1)
-        assert predict(compiler, modules)[0] == {"eager": 2}, "no request waits"
-        only_graphs, _ = next_boot(directory, replace(settings, precompile=False), is_hit=False)
-        assert steps(only_graphs)["Once"] in ("cold", "cached")
+        assert steps(compiler) == {"Once": "eager", "Step": "precompiled"}
+        assert "what is needed first" in compiler.reports[0].reason
+        assert predict(compiler, modules)[0] == {"eager": 2}
     for mark in restart.path.rglob("*.late"):
         mark.with_name(mark.name.partition(".")[0] + ".aot").unlink()
     compiler, _ = next_boot(restart, settings)
     assert (compiler.reports[0].made, compiler.supply.waiting) == (1, 0)
 
 
-@pytest.mark.parametrize("unseen", ["eager", "error", "block"])
+@pytest.mark.parametrize("unseen", ["eager", "error"])
 def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(restart, unseen):
     """All of it is preloaded then."""
     compiler, _ = next_boot(restart, Settings(cold_start="background", unseen=unseen), warms_up=False)
@@ -182,9 +180,9 @@ def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(
 
 def test_a_function_that_is_taken_during_a_call_is_asked_whether_it_fits_the_next_one(restart, monkeypatch):
     compiler, (one, other, _) = next_boot(restart)
-    serve, known = Region._serve_eager, compiler.supply.moment.known
+    serve, known = Region.serve_eager, compiler.supply.moment.known
     meanwhile = (monkeypatch.undo, lambda: finish(compiler), lambda: eager(other, tensor()))  # as another thread
-    monkeypatch.setattr(Region, "_serve_eager", lambda *inputs: (serve(*inputs), *(call() for call in meanwhile))[0])
+    monkeypatch.setattr(Region, "serve_eager", lambda *inputs: (serve(*inputs), *(call() for call in meanwhile))[0])
     known.clear()
     eager(one, tensor())
     assert not compiler.supply.moment.known.get(one), "so its guards are checked"
@@ -218,14 +216,14 @@ def test_a_function_that_another_thread_has_found_serves_only_calls_that_it_fits
         one, two = built(compiler)
         finish(compiler)
         compiler.supply.moment.pass_by()
-        move, other = Case.move, [one]
+        claim, other = Case.claim, [one]
 
-        def faster(case: Case, state: State) -> bool:
-            while other and state is State.CLAIMED:  # this thread has looked its case up
+        def faster(case: Case, call: Call) -> bool:
+            while other:  # this thread has looked its case up
                 eager(other.pop(), tensor())
-            return move(case, state)
+            return claim(case, call)
 
-        monkeypatch.setattr(Case, "move", faster)
+        monkeypatch.setattr(Case, "claim", faster)
         torch.testing.assert_close(eager(two, tensor()), eager(build(Inner, 2.0), tensor()))
 
 
@@ -264,15 +262,15 @@ def test_a_class_is_late_only_if_all_its_modules_are(restart):
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 
 
-def test_late_functions_that_are_damaged_leave_their_calls_eager_and_say_why(restart):
+def test_late_functions_that_are_damaged_are_made_anew(restart):
     compiler, modules = next_boot(restart)
     for path in restart.path.rglob("*.late"):
         path.with_name(path.name.partition(".")[0] + ".aot").write_bytes(b"damaged")
     finish(compiler)
     assert predict(compiler, modules)[0] == {"eager": 2}
     assert compiler.supply.wait(60)
-    assert predict(compiler, modules)[0] == {"eager": 2}
-    assert "is damaged" in compiler.reports[0].reason
+    assert predict(compiler, modules)[0]["eager"]
+    assert predict(compiler, modules)[0] == {"precompiled": 2}
 
 
 def test_calls_after_ready_wait_for_nothing(restart):
@@ -302,7 +300,7 @@ def test_whole_boots_load_it_after_ready_and_an_exit_right_then_is_clean(tmp_pat
         assert done.returncode == 0, done.stderr
         told.append(json.loads(done.stdout.splitlines()[-1]))
     first, second, third = told
-    assert first["steps"]["Product"] == "cold"
+    assert first["steps"] == {"Once": "precompiled", "Product": "precompiled"}
     assert second["steps"] == third["steps"] == {"Once": "late", "Product": "precompiled"}
     assert second["is_compiled"]
     assert second["served"] == {"Once": "precompiled", "Product": "precompiled"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from boots import settings
 from handed_over_calls import Call
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -89,3 +92,55 @@ def test_what_cannot_be_imported_there_is_an_error_of_the_call(tmp_path, monkeyp
     del sys.modules["only_here"]
     with pytest.raises(NotHandedOver, match="cannot be rebuilt: ModuleNotFoundError: No module named 'only_here'"):
         receive(content)
+
+
+MAIN_PROGRAM = """
+import functools, threading
+import compile_cache
+
+with compile_cache.boot("org/model") as boot:
+    import torch
+    from torch import nn
+
+    GAIN = 2.0
+
+    def scaled(by):
+        return lambda x: torch.mm(x, x.T) * by * GAIN
+
+    class OfMain(nn.Module):
+        def __init__(self, act=scaled(3.0)):
+            super().__init__()
+            self.weight, self.act = nn.Parameter(torch.eye(16)), act
+
+        def forward(self, x):
+            return self.act(torch.mm(x, self.weight))
+
+    class Closure(OfMain): ...
+    class Lambda(OfMain): ...
+    class Partial(OfMain): ...
+    class Locked(OfMain): ...
+
+    def local():
+        class Local(OfMain): ...
+        return Local()
+
+    locked, modules = Locked(), [OfMain(), Closure(scaled(5.0)), Lambda(lambda x: x.exp()), local()]
+    locked.lock = threading.Lock()
+    modules += [Partial(functools.partial(lambda y, x: x + y, 1.0)), locked]
+    for module in modules:
+        boot.compile(module.eval(), whole=True)
+    x = torch.eye(16)[:4]
+    boot.warm_up(torch.inference_mode()(lambda: [module(x) for module in modules]))
+print({region.name: (region.step, region.made, region.loaded) for region in boot.report.regions})
+boot.wait_published(60)
+"""
+
+
+def test_what_a_function_or_the_main_program_made_is_compiled(tmp_path):
+    (tmp_path / "program.py").write_text(MAIN_PROGRAM)
+    command, environ = [sys.executable, tmp_path / "program.py"], settings(tmp_path)
+    steps = [ast.literal_eval(subprocess.check_output(command, env=environ, text=True)) for _ in "ab"]
+    names = ("OfMain", "Closure", "Lambda", "Partial")
+    others = {"Local": ("graphs", 0, 0), "Locked": ("eager", 0, 0)}
+    assert steps[0] == dict.fromkeys(names, ("precompiled", 1, 0)) | others
+    assert steps[1] == dict.fromkeys(names, ("precompiled", 0, 1)) | others

@@ -25,17 +25,18 @@ def cgroup(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "quota", "count"),
+    ("cpus", "quota", "count", "hurrying"),
     [
-        *((cpus, "max 100000\n", count) for cpus, count in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3))),
-        *((16, "", 8), (128, "", 32)),
-        *((64, "800000 100000\n", 4), (4, "6400000 100000\n", 2)),
+        *((cpus, "max 100000\n", count, cpus) for cpus, count in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 3))),
+        *((16, "", 8, 16), (128, "", 32, 32)),
+        *((64, "800000 100000\n", 4, 8), (4, "6400000 100000\n", 2, 4)),
     ],
 )
-def test_one_worker_for_two_cpus_of_host_or_quota_and_two_on_two_or_three(monkeypatch, cgroup, cpus, quota, count):
+def test_one_worker_for_two_cpus_and_two_on_two_or_three(monkeypatch, cgroup, cpus, quota, count, hurrying):
+    """One for each, while somebody waits."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     (cgroup / "cpu.max").write_text(quota)
-    assert compile_threads() == count
+    assert (compile_threads(), compile_threads(hurries=True)) == (count, hurrying)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +56,15 @@ def test_quota_of_a_container_on_an_older_host_and_none_without_files(cgroup, qu
     assert quota_cpus(cgroup) == cpus
 
 
-@pytest.mark.parametrize("given", ["", "7"])
-def test_second_process_has_that_number_of_workers_unless_the_user_gave_one(tmp_path, given):
-    environ = {name: value for name, value in {**os.environ, THREADS: given}.items() if value}
-    process = CompilingProcess("background_handlers:make", b"", tmp_path / "log", environ)
+@pytest.mark.parametrize(("given", "hurries"), [("", False), ("", True), ("7", False)])
+def test_second_process_has_that_number_of_workers_unless_the_user_gave_one(tmp_path, given, hurries):
+    """It is nice, unless somebody waits for it."""
+    told = {**os.environ, "KEEPS_PRIORITY": "yes", THREADS: given}
+    environ = {name: value for name, value in told.items() if value}
+    process = CompilingProcess("background_handlers:make", b"", tmp_path / "log", environ, hurries)
     try:
         described = json.loads(process.answer(order("describe"), PATIENCE_S))
     finally:
         process.stop()
-    assert described["environ"][THREADS] == (given or str(compile_threads()))
+    assert described["environ"][THREADS] == (given or str(compile_threads(hurries)))
+    assert described["niceness"] == min(19, os.getpriority(os.PRIO_PROCESS, 0) + (0 if hurries else 10))

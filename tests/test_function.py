@@ -694,7 +694,7 @@ SECRETS = {"OWN_SECRET": "do-not-store-me"}
 
 @pytest.fixture(scope="module")
 def own_answers(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of two boots in a row with answers of their own classes, what each told, and its log. A variable changes."""
+    """The folder of two boots in a row with answers of their own classes, and what each told. A variable changes."""
     folder = tmp_path_factory.mktemp("own")
     environ, names = {**settings(folder, cold_start="block"), **SECRETS}, (*OWN, "Choosing")
     boots = [run_boot({**environ, "OWN_CHOICE": choice}, *names, program="own_answers") for choice in ("one", "two")]

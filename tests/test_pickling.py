@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import io
 import json
 import os
-import pickle
 import re
+import socket
 import subprocess
 import sys
-import types
+import threading
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from boots import run_boot
@@ -26,6 +30,7 @@ from torch import nn
 
 from compile_cache.calls.pickling import hand_over, receive
 from compile_cache.calls.spec import call_region, serve_by
+from compile_cache.errors import NotHandedOver
 
 PROJECT = Path(__file__).parent.parent
 
@@ -59,16 +64,13 @@ def tensors_of(call: Call) -> list[torch.Tensor]:
     """Each tensor that a call leads to, with the parts of those that have some."""
     found: list[torch.Tensor] = []
 
-    class Collecting(pickle.Pickler):
+    class Collecting(cloudpickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
             if isinstance(value, Codes):
                 found.extend((value.codes, value.scale))
             elif isinstance(value, torch.Tensor):
                 found.append(value)
             return "left out" if isinstance(value, torch.Tensor | torch.Generator | torch._ops.OpOverload) else None
-
-        def reducer_override(self, value: Any) -> Any:
-            return (str, ()) if isinstance(value, types.ModuleType) else NotImplemented
 
     Collecting(io.BytesIO()).dump(call)
     return found
@@ -97,6 +99,32 @@ def test_no_contents_travel():
     module.weight.data.view(torch.uint8).view(-1).copy_(secret)
     assert b"secret" not in hand_over((module, (), {}))
     assert not receive(hand_over((module, (), {})))[0].weight.any()
+
+
+OF_PROCESS = {
+    "lock": threading.Thread,  # it has some
+    "TextIOWrapper": partial(open, __file__),  # cloudpickle alone would copy what is in it
+    "BufferedReader": partial(open, __file__, "rb"),
+    "socket": socket.socket,
+}
+
+
+@pytest.mark.parametrize("kind", OF_PROCESS)
+def test_what_belongs_to_this_process_is_refused_by_name(kind):
+    module, held = nn.Linear(2, 2), OF_PROCESS[kind]()
+    with contextlib.closing(held) if hasattr(held, "close") else contextlib.nullcontext():
+        for module.held in (held, [held], lambda: held):
+            with pytest.raises(NotHandedOver, match=f"^held: it cannot be pickled: .*{kind}"):
+                hand_over((module, (), {}))
+
+
+def test_what_a_library_says_of_its_objects_holds_whenever_it_is_imported():
+    class Native:
+        def __reduce_ex__(self, protocol: int) -> Any:
+            raise TypeError("only copyreg knows how")
+
+    copyreg.pickle(Native, lambda _: (str, ("made again",)))
+    assert receive(hand_over((nn.Identity(), (Native(),), {})))[1] == ("made again",)
 
 
 def test_what_is_one_object_stays_one_object():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,7 +75,7 @@ def held(make_queue) -> OrderQueue:
 
 @pytest.fixture
 def queue(held) -> OrderQueue:
-    held.released.set()
+    held.release()
     return held
 
 
@@ -95,7 +97,7 @@ def answer(queue: OrderQueue, content: bytes) -> Any:
 
 def finish(queue: OrderQueue) -> None:
     """Begin what waits, and wait for all of it."""
-    queue.released.set()
+    queue.release()
     assert queue.wait(PATIENCE_S)
 
 
@@ -119,6 +121,34 @@ def test_orders_begin_once_released_lowest_rank_first_by_one_process_on_another_
     assert (held.waiting, len(started.processes)) == (0, 1)
 
 
+def test_orders_that_begin_in_time_are_finished_and_the_others_wait_for_the_release(held, started, monkeypatch):
+    """That ends the process that has hurried."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[-1], perf_counter=time.perf_counter, sleep=time.sleep)
+    monkeypatch.setattr("compile_cache.background.orders.time", clock)
+    first, second, late = put(held, *[order("echo", size=1)] * 3)
+    second.answer.add_done_callback(lambda _: now.append(2.0))
+    for _ in range(2):
+        held.finish(1.0)
+        assert [each.answer.done() for each in (first, second, late)] == [True, True, False]
+        assert (held.waiting, held.hurries, len(started.processes)) == (1, True, 1)
+    finish(held)
+    assert late.answer.result(0).content == b"e"
+    assert (held.hurries, [process.is_alive for process in started.processes]) == (False, [False, True])
+
+
+def test_orders_between_two_waits_begin_with_the_second_and_after_the_release_at_once(held):
+    put(held, order("echo", size=1))
+    held.finish(math.inf)
+    (between,) = put(held, order("echo", size=1))
+    assert not held.wait(0.5)
+    held.finish(math.inf)
+    assert between.answer.done()
+    held.release()
+    held.finish(math.inf)
+    assert answer(held, order("echo", size=1)).content == b"e"
+
+
 def test_orders_of_many_threads_start_one_thread_and_are_all_answered(queue, monkeypatch):
     end = mock.Mock(side_effect=lambda *_: time.sleep(0.1))
     monkeypatch.setattr("compile_cache.background.orders.end_at_exit", end)
@@ -131,7 +161,7 @@ def test_orders_of_many_threads_start_one_thread_and_are_all_answered(queue, mon
 
 def test_idle_process_ends_and_the_next_order_starts_another(make_queue, started):
     queue = make_queue(idle_s=0.2)
-    queue.released.set()
+    queue.release()
     first = answer(queue, order("describe"))
     wait_for(lambda: not has_process(queue))
     assert json.loads(first.content)["pid"] != json.loads(answer(queue, order("describe")).content)["pid"]
@@ -229,7 +259,7 @@ def test_close_cancels_what_waits_and_ends_the_process(queue, started, tmp_path,
 
 def test_close_ends_a_process_whose_start_is_under_way(make_queue, started, tmp_path):
     queue = make_queue(limit_s=10 * PATIENCE_S)  # the order's own limit does not end the process
-    queue.released.set()
+    queue.release()
     started.may_end.clear()
     put(queue, order("hang", folder=str(tmp_path)))
     assert started.begun.wait(PATIENCE_S)
@@ -251,7 +281,7 @@ folder = Path(sys.argv[1])
 started = Started(folder)
 queue = OrderQueue(started, 600.0, 600.0)
 put(queue, order("hang", folder=str(folder)))
-queue.released.set()
+queue.release()
 wait_for((folder / "hangs").exists)
 print(started.processes[0].pid)
 """

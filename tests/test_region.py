@@ -5,7 +5,6 @@ The blocks multiply matrices, which compiles in half a second, without a C++ com
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import linecache
 import shutil
@@ -14,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,25 +22,25 @@ import numpy
 import pytest
 import torch
 from passes import Versioned
-from precompiling import artifacts, boot, build, eager, find, only_report, tensor, warm_up, warmed
+from precompiling import artifacts, boot, build, eager, find, finish, only_report, tensor, warm_up, warmed
 from torch import nn
 from torch._inductor import compile_fx
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_cache.inductor.counters import read_counts
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving import policy as policy_module
+from compile_cache.serving import graphs as graphs_module
+from compile_cache.serving import kinds as kinds_module
 from compile_cache.serving import region as region_module
-from compile_cache.serving import states as states_module
+from compile_cache.serving import supply as supply_module
 from compile_cache.serving.comparison import compare
-from compile_cache.serving.regions import Regions
 from compile_cache.serving.kinds import State
+from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.publishable import Publishable
 
 close = torch.testing.assert_close
-CACHED = Settings(precompile=False)
+BACKGROUND = Settings(cold_start="background", unseen="background")
 
 
 class Product(blocks.Weighted):
@@ -52,14 +52,6 @@ class Product(blocks.Weighted):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(x, x, self.weight, alpha=self.factor)
-
-
-class Switching(Product):
-    """A branch that depends on what the input holds."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        return torch.mm(y, self.weight) if x.sum().item() > 1e6 else torch.mm(y, self.weight.T)
 
 
 class Listing(Product):
@@ -122,35 +114,26 @@ TORCHS_OWN: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", TORCHS_OWN)
 def test_a_class_of_torchs_own_is_compiled(shared, name):
     module, reference = build(TORCHS_OWN[name]), build(TORCHS_OWN[name])
-    compiler = boot(shared, module, settings=CACHED)
+    compiler = boot(shared, module)
     close(warm_up(compiler, lambda: module(tensor(1, 4, 16))), eager(reference, tensor(1, 4, 16)), rtol=1e-3, atol=1e-3)
-    assert only_report(compiler).step in ("cold", "cached"), only_report(compiler).reason
-    assert only_report(compiler).graphs > 0
+    assert only_report(compiler).step in ("precompiled", "graphs"), only_report(compiler).reason
     assert name == "encoder layer" or "graph breaks" not in only_report(compiler).reason
 
 
-def test_a_branch_on_data_is_compiled_in_parts(shared):
-    module = build(Switching)
-    compiler = boot(shared, module, settings=CACHED)
-    close(warm_up(compiler, lambda: module(tensor())), eager(build(Switching), tensor()))
-    assert only_report(compiler).step in ("cold", "cached"), only_report(compiler).reason
+def test_a_graph_break_changes_the_inputs_once(shared):
+    module = build(Listing)
+    compiler = boot(shared, module)
+    for call in (partial(warm_up, compiler), eager):
+        answer, seen = call(lambda: (module(tensor(), seen := []), seen))
+        assert len(seen) == 1
+        close(answer, eager(build(Listing), tensor(), []))
     assert "with graph breaks" in only_report(compiler).reason
-
-
-@pytest.mark.parametrize("is_ready", [False, True], ids=["in the warm-up", "after READY"])
-def test_a_graph_break_changes_the_inputs_once(shared, is_ready):
-    module, seen = build(Listing), []
-    compiler = boot(shared, module, settings=CACHED)
-    call = (lambda: predict(module, tensor(), seen)) if is_ready else (lambda: module(tensor(), seen))
-    answer = call() if is_ready else warm_up(compiler, call)
-    assert len(seen) == 1
-    close(answer, eager(build(Listing), tensor(), []))
-    assert "with graph breaks" in only_report(compiler).reason
+    assert compiler.by_class[Listing].served["graphs"] == 1
 
 
 def test_graphs_answer_while_another_thread_traces(shared):
     """torch's flag of traces is one for all threads."""
-    module, begun, ended = build(Switching), threading.Event(), threading.Event()
+    module, begun, ended = build(Halved), threading.Event(), threading.Event()
 
     def wait(x: torch.Tensor) -> torch.Tensor:
         begun.set()
@@ -186,41 +169,6 @@ def test_a_trace_of_a_module_after_ready_has_what_the_module_computes_and_no_mor
     assert "eager in a dispatch mode" in only_report(compiler).reason
 
 
-@torch.library.custom_op("compile_cache_tests::pause", mutates_args=())
-def pause(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@pause.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    if is_fx_tracing():
-        Pausing.begun.set()
-        Pausing.others_answered.wait(1)
-    return torch.empty_like(x)
-
-
-class Pausing(Product):
-    """Lets other threads go on while it is compiled."""
-
-    begun, others_answered = threading.Event(), threading.Event()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(pause(x))
-
-
-def test_a_call_beside_one_that_makes_code_waits_for_nothing_and_has_its_own_made_later(shared):
-    pausing, module = build(Pausing), build(Product)
-    compiler = boot(shared, pausing, module, settings=CACHED)
-    with ThreadPoolExecutor() as threads:
-        first = threads.submit(predict, pausing, tensor())
-        assert Pausing.begun.wait(60)
-        close(predict(module, tensor()), eager(build(Product), tensor()))
-        Pausing.others_answered.set()
-        first.result()
-    close(predict(module, tensor()), eager(build(Product), tensor()))
-    assert [region.report.graphs for region in compiler.by_class.values()] == [1, 1], compiler.reports
-
-
 class Forking(Product):
     def forward(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         with ThreadPoolExecutor() as threads:
@@ -229,8 +177,10 @@ class Forking(Product):
 
 def test_a_call_that_waits_for_a_region_in_another_thread_is_answered(shared):
     outer, inner = build(Forking), build(Product)
-    boot(shared, outer, inner, settings=CACHED)
-    close(predict(outer, tensor(), inner), eager(build(Product), eager(build(Product), tensor())))
+    compiler = boot(shared, outer, inner)
+    expected = eager(build(Product), eager(build(Product), tensor()))
+    close(warm_up(compiler, lambda: outer(tensor(), inner)), expected)
+    close(predict(outer, tensor(), inner), expected)
 
 
 class Asking(Product):
@@ -266,10 +216,10 @@ def test_a_guard_that_waits_for_a_call_in_another_thread_is_answered(directory, 
     close(predict(second, tensor()), eager(build(Asking), tensor()))
 
 
-def test_a_call_that_is_cancelled_at_any_instruction_leaves_no_turn_taken_and_no_case_claimed(directory):
+def test_a_call_that_is_cancelled_at_any_instruction_leaves_no_case_claimed(directory):
     """After one whole call, each line of serving that a comparing call runs is the last one, once."""
-    calls, files = 0, (region_module.__file__, policy_module.__file__, states_module.__file__)
-    compiler = boot(directory, settings=Settings(cold_start="background", unseen="background"))
+    calls, modules = 0, (region_module, supply_module, kinds_module)
+    files, compiler = [module.__file__ for module in modules], boot(directory, settings=BACKGROUND)
 
     def cancel_at(number: int) -> Any:
         seen = 0
@@ -297,9 +247,9 @@ def test_a_call_that_is_cancelled_at_any_instruction_leaves_no_turn_taken_and_no
             is_whole = False
         finally:
             sys.settrace(None)
-        assert compiler.supply.maker is None
         (region,) = compiler.by_class.values()
         assert {case.state for case in region.supply.kinds} <= {State.NEW, State.ORDERED, State.EAGER}
+        assert not any(case.claimant for case in region.supply.kinds)
         if is_whole:
             break
     assert calls > 20
@@ -307,7 +257,7 @@ def test_a_call_that_is_cancelled_at_any_instruction_leaves_no_turn_taken_and_no
 
 def test_inputs_that_cannot_be_copied_are_used_once(shared):
     module, counter = build(Counting), Hidden()
-    compiler = boot(shared, module, settings=CACHED)
+    compiler = boot(shared, module)
     close(warm_up(compiler, lambda: module(tensor(), counter)), eager(build(Counting), tensor(), Hidden()))
     assert counter.calls == 1
     warm_up(compiler, lambda: module(tensor(), counter))
@@ -315,47 +265,34 @@ def test_inputs_that_cannot_be_copied_are_used_once(shared):
     assert "there is only one" in only_report(compiler).reason
 
 
-def failing(*_: Any, **__: Any) -> None:
-    raise OSError("no space left on device")
+class Full(Versioned):
+    """Compiling fails with it, as on a full disk."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        raise OSError("no space left on device")
 
 
-@pytest.fixture
-def no_space(monkeypatch):
-    """Compiling fails, as on a full disk, until the context of `monkeypatch` is undone."""
-    monkeypatch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", failing)
-
-
-def test_inputs_are_changed_once_where_the_warm_up_fails_to_compile(shared, no_space):
-    module, changed, expected = build(InPlace), tensor(), tensor()
-    compiler = boot(shared, module, settings=CACHED)
-    answer = eager(build(InPlace), expected)
-    close(warm_up(compiler, lambda: module(changed)), answer)
-    close(changed, expected)
-    assert (only_report(compiler).step, "no space left" in only_report(compiler).reason) == ("eager", True)
-
-
-def test_a_failed_compile_after_ready_demotes_calls_of_its_kind_alone(directory, monkeypatch):
-    for settings in (Settings(), CACHED):  # served by a precompiled function, and by a graph
-        module = build(Product)
-        compiler = warmed(directory, module, settings=settings)
-        with monkeypatch.context() as patch:
-            patch.setattr("torch._inductor.graph.GraphLowering.compile_to_module", failing)
-            close(predict(module, tensor(5, 16)), eager(build(Product), tensor(5, 16)))
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            close(predict(module, tensor(5, 16)), eager(build(Product), tensor(5, 16)))
-        assert "no space left" in only_report(compiler).reason
-        (region,) = compiler.by_class.values()
-        before = region.served["eager"]
-        close(predict(module, tensor()), eager(build(Product), tensor()))
-        assert region.served["eager"] == before, "the first kind is served as before"
-        counts = read_counts()
-        predict(module, tensor(6, 16))
-        assert read_counts().since(counts).graphs == 1, "other kinds are compiled"
+@pytest.mark.parametrize("kind", [Product, Halved])
+def test_a_failed_compile_after_ready_demotes_calls_of_its_kind_alone(directory, kind):
+    """The others are served by a function, or by graphs."""
+    module = build(kind)
+    compiler = warmed(directory, module)
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=Full("full")):
+        close(predict(module, tensor(5, 16)), eager(build(kind), tensor(5, 16)))
+    finish(compiler)
+    assert "no space left" in only_report(compiler).reason
+    served = compiler.by_class[kind].served
+    for rows, others in ((5, 1), (4, 0)):
+        before = served["eager"]
+        close(predict(module, tensor(rows, 16)), eager(build(kind), tensor(rows, 16)))
+        assert served["eager"] == before + others
+    predict(module, tensor(6, 16))
+    assert compiler.supply.waiting == 1, "other kinds are compiled"
 
 
 def test_an_attribute_that_changes_after_ready_is_used(shared):
     module, other = build(Product), build(Product)
-    compiler = boot(shared, module, other, settings=CACHED)
+    compiler = boot(shared, module, other)
     warm_up(compiler, lambda: [module(tensor()), other(tensor())])
     for factor in (numpy.float32(2.0), 1.0, 3.0):
         other.factor = factor
@@ -363,49 +300,43 @@ def test_an_attribute_that_changes_after_ready_is_used(shared):
         close(predict(module, tensor()), eager(build(Product), tensor()))
 
 
-class Cheating(Product):
-    """Compiled while it cheats, it gives another answer than eager."""
+class Cheating(Halved):
+    """Compiled for other calls than those of a first warm-up, it gives another answer than eager."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        return -y if torch.compiler.is_compiling() and blocks.cheats() else y
+        return -y if torch.compiler.is_compiling() and (len(x) > 4 or self.factor > 1) else y
 
 
 @pytest.mark.parametrize("change", ["another kind", "an attribute"])
-def test_a_graph_that_was_not_compared_or_failed_serves_no_call(shared, monkeypatch, change):
+def test_a_graph_that_was_not_compared_or_failed_serves_no_call(directory, change):
     """torch would serve any call by a graph whose guards hold."""
-    module = build(Cheating)
-    compiler = warmed(shared, module, settings=Settings(precompile=False, dynamic=None))
-    monkeypatch.setitem(blocks.CHEATS, "now", True)
-    if change == "another kind":
-        close(predict(module, tensor(8, 16)), eager(build(Product), tensor(8, 16)))
-    else:
-        module.factor = 2.0
-    close(warm_up(compiler, lambda: module(tensor())), eager(build(Product, module.factor), tensor()))
-    close(predict(module, tensor()), eager(build(Product, module.factor), tensor()))
+    module, twin = build(Cheating), build(Halved)
+    compiler = warmed(directory, module, settings=Settings(dynamic=None))
+    assert compiler.by_class[Cheating].report.step == "graphs"
+    x = tensor(8, 16) if change == "another kind" else tensor()
+    module.factor = twin.factor = 2.0 if change == "an attribute" else 1.0
+    close(predict(module, x), eager(twin, x))
+    close(warm_up(compiler, lambda: module(x)), eager(twin, x))
+    assert "its graphs: its answer differs from eager" in only_report(compiler).reason
+    close(predict(module, x), eager(twin, x))
+
+
+class Failing(Product):
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return torch.mm(x, self.weight).index_select(0, at)
 
 
 def test_an_error_of_compiled_code_after_ready_is_raised_and_runs_nothing_again(shared):
-    class Failing(Product):
-        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-            x.add_(1)
-            return torch.mm(x, self.weight).index_select(0, at)
-
     module, x = build(Failing), tensor()
-    compiler = boot(shared, module, settings=CACHED)
+    compiler = boot(shared, module)
     warm_up(compiler, lambda: module(tensor(), torch.tensor([1])))
     with pytest.raises((IndexError, RuntimeError)):
         predict(module, x, torch.tensor([7]))
     close(x, tensor() + 1)
     close(predict(module, tensor(), torch.tensor([2])), eager(build(Failing), tensor(), torch.tensor([2])))
     assert only_report(compiler).step != "eager"
-
-
-class CountingFurther(Counting):
-    """Has something to compile before it counts."""
-
-    def forward(self, x: torch.Tensor, counter: Any) -> torch.Tensor:
-        return super().forward(torch.mm(x, self.weight), counter)
 
 
 class Catching(Product):
@@ -429,7 +360,7 @@ def test_a_stored_graph_that_is_gone_is_not_compiled_in_the_setup_but_ordered(di
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
     for suppressed in (False, True):
         again = build(kind)
-        compiler = boot(directory, again, settings=Settings(cold_start="background"))
+        compiler = boot(directory, again, settings=BACKGROUND)
         with torch._dynamo.config.patch(suppress_errors=suppressed):
             close(warm_up(compiler, lambda again=again: again(tensor())), eager(build(kind), tensor()))
         assert (only_report(compiler).step, compiler.supply.waiting) == ("eager", 1)
@@ -440,12 +371,12 @@ def test_an_instance_whose_graph_is_not_stored_is_ordered_beside_one_whose_graph
     warmed(directory, module)
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
     stored, other, unused = build(Halved), build(Halved, 2.0), build(Scaled)
-    compiler = boot(directory, stored, other, unused, settings=Settings(cold_start="background"))
+    compiler = boot(directory, stored, other, unused, settings=BACKGROUND)
     warm_up(compiler, lambda: [stored(tensor()), other(tensor())])
     close(predict(stored, tensor()), eager(build(Halved), tensor()))
     close(predict(other, tensor()), eager(build(Halved, 2.0), tensor()))
     halved, idle = (region.report for region in compiler.by_class.values())
-    assert (halved.settled, halved.waiting) == ("cached", 1)
+    assert (halved.settled, halved.waiting) == ("graphs", 1)
     assert "another torch.compile" not in idle.reason
 
 
@@ -456,28 +387,18 @@ class Scaled(Product):
 
 def test_the_code_for_a_number_serves_it_again_after_another_number(directory):
     module = build(Scaled)
-    compiler = boot(directory, module, settings=Settings(cold_start="block", unseen="block"))
+    compiler = boot(directory, module)
     warm_up(compiler, lambda: module(tensor(), 0.5))
-    for by in (2.0, 2.0):
+    for by in (2.0, 2.0, 2.0):  # is ordered, compared and served
         predict(module, tensor(), by)
+        finish(compiler)
     served = next(iter(compiler.by_class.values())).served
-    before = served["eager"]
+    before = served["precompiled"]
     close(predict(module, tensor(), 0.5), eager(build(Scaled), tensor(), 0.5))
-    assert served["eager"] == before
+    assert before, served["precompiled"] == (1, 2)
 
 
-def test_parts_that_fail_to_compile_after_ready_fail_one_call_at_most(shared, no_space):
-    module, counter = build(CountingFurther), Hidden()
-    boot(shared, module, settings=CACHED)
-    predict(module, tensor(), counter)  # breaks the graph, and is served eager
-    assert counter.calls == 1
-    with contextlib.suppress(RuntimeError):
-        predict(module, tensor(), counter)
-    assert counter.calls <= 2
-    close(predict(module, tensor(), Hidden()), eager(build(CountingFurther), tensor(), Hidden()))
-
-
-class Acting(Product):
+class Acting(Halved):
     def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.act = act
@@ -486,11 +407,11 @@ class Acting(Product):
         return self.act(super().forward(x))
 
 
-def test_every_instance_is_compared_with_eager_once(shared):
+def test_graphs_are_compared_with_eager_on_every_instance(shared):
     """torch guards an attribute such as `torch.Tensor.exp` by its type alone, and serves the wrong graph."""
     modules = [build(Acting, torch.Tensor.abs), build(Acting, torch.Tensor.neg)]
     references = [build(Acting, torch.Tensor.abs), build(Acting, torch.Tensor.neg)]
-    compiler = boot(shared, *modules, settings=CACHED)
+    compiler = boot(shared, *modules)
     answers = warm_up(compiler, lambda: [module(tensor()) for module in modules])
     close(answers, [eager(reference, tensor()) for reference in references])
     close([predict(module, tensor()) for module in modules], answers)
@@ -546,57 +467,63 @@ def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it
     second = Regions(resolve_cold_start(Settings()), directory)
     for module in modules:
         second.compile(module)
-    with torch.inference_mode(), second.watching():
+
+    def call() -> None:
         modules[0](tensor())
         published = second.supply.directory.publishable.ready(is_ending=True)
         assert [path for path in published if path.endswith(".aot")]
         assert not published.keys() & {*marks}
         modules[1](tensor())
+
+    warm_up(second, call)
     assert {*marks} <= second.supply.directory.publishable.ready(is_ending=True).keys()
 
 
 def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compared(shared, monkeypatch):
     exhausted = mock.Mock(side_effect=torch.OutOfMemoryError("no memory left"))
     module = build(Product)
-    compiler = boot(shared, module, settings=CACHED)
+    compiler = boot(shared, module)
     (region,) = compiler.by_class.values()
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "vector_norm", exhausted)
         close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
     for _ in range(4):
-        assert region.served["compiled"] == 0
+        assert region.served["precompiled"] == 0
         close(predict(module, tensor()), eager(build(Product), tensor()))
-        if region.served["compiled"]:
+        if region.served["precompiled"]:
             break
-    assert region.served["compiled"] == 1
+    assert region.served["precompiled"] == 1
 
 
-def test_a_graph_pass_that_fails_costs_the_step(shared):
-    module, unnamed = build(Product), Versioned("none")
-    del unnamed.version
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=unnamed):
+@pytest.mark.parametrize("reason", ["no space left", "no attribute 'version'"])
+def test_a_graph_pass_that_fails_costs_the_step_and_inputs_are_changed_once(shared, reason):
+    module, changed, expected, full = build(InPlace), tensor(), tensor(), Full("full")
+    if "version" in reason:
+        del full.version
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=full):
         compiler = boot(shared, module)
-        close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
-    assert "no attribute 'version'" in only_report(compiler).reason
-    assert only_report(compiler).made == 0
+        close(warm_up(compiler, lambda: module(changed)), eager(build(InPlace), expected))
+    close(changed, expected)
+    assert reason in only_report(compiler).reason
+    assert (only_report(compiler).step, only_report(compiler).made) == ("eager", 0)
 
 
 @pytest.mark.parametrize("name", ["torch._C._get_sdp_priority_order", "torch._dynamo.guards.GuardsStatePickler"])
-def test_a_torch_without_a_private_name_costs_the_precompiled_step_alone(directory, monkeypatch, name):
+def test_a_torch_without_a_private_name_costs_the_compiled_code_alone(directory, monkeypatch, name):
     for needing in ("aot", "stored_functions", "guards", "function", "lean_loading", "torch_state"):
         monkeypatch.delitem(sys.modules, f"compile_cache.inductor.{needing}")
     monkeypatch.delattr(name)
     module = build(Product)
     compiler = boot(directory, module)
     close(warm_up(compiler, lambda: module(tensor())), eager(build(Product), tensor()))
-    assert only_report(compiler).step == "cold"
+    assert only_report(compiler).step == "eager"
     assert name.rpartition(".")[2] in only_report(compiler).reason
     assert artifacts(directory) == []
 
 
 def test_a_function_is_refused_by_name(shared):
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not predict"):
-        Regions(resolve_cold_start(CACHED), shared).compile(predict)  # type: ignore[arg-type]
+        Regions(resolve_cold_start(Settings()), shared).compile(predict)  # type: ignore[arg-type]
 
 
 class Encoding(Product):
@@ -606,14 +533,14 @@ class Encoding(Product):
 
 def test_a_module_of_which_only_a_method_is_called_is_unused_and_the_report_says_so(shared, caplog):
     module = build(Encoding)
-    compiler = boot(shared, module, settings=CACHED)
+    compiler = boot(shared, module)
     warm_up(compiler, lambda: module.encode(tensor()))
     compiler.name_unused(graphs=0)
     assert only_report(compiler).step == "unused"
     assert "nothing called it" in caplog.text
 
 
-class Alike(Product):
+class Alike:
     """Compares as a tensor does, item by item."""
 
     def __eq__(self, other: Any) -> Any:
@@ -623,15 +550,23 @@ class Alike(Product):
         return 1
 
 
-@pytest.mark.parametrize("settings", [None, CACHED], ids=["function", "graph"])
-def test_modules_that_are_equal_are_told_apart_and_one_that_the_program_forgets_is_freed(shared, settings):
-    modules = [build(Alike), build(Alike)]
-    compiler = boot(shared, *modules, settings=settings)
+class AlikeProduct(Alike, Product):
+    pass
+
+
+class AlikeHalved(Alike, Halved):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "step"), [(AlikeProduct, "precompiled"), (AlikeHalved, "graphs")])
+def test_modules_that_are_equal_are_told_apart_and_one_that_the_program_forgets_is_freed(shared, kind, step):
+    modules = [build(kind), build(kind)]
+    compiler = boot(shared, *modules)
     warm_up(compiler, lambda: [one(tensor()) for one in modules])
     close(predict(modules[0], tensor()), predict(modules[1], tensor()))
     forgotten, other = weakref.ref(modules[0]), modules[1]
     modules.clear()
     gc.collect()
     assert forgotten() is None
-    close(predict(other, tensor()), eager(build(Product), tensor()))
-    assert next(iter(compiler.by_class.values())).served == {"eager": 2, "compiled" if settings else "precompiled": 3}
+    close(predict(other, tensor()), eager(build(kind), tensor()))
+    assert compiler.by_class[kind].served == {"eager": 4, step: 3}

@@ -32,10 +32,8 @@ GOOD = [
     ("DYNAMIC", "true", True),
     ("DYNAMIC", "0", False),
     ("DYNAMIC", "auto", None),
-    ("PRECOMPILE", "0", False),
-    ("PRECOMPILE", "true", True),
     *(("COLD_START", value, value) for value in ("background", "block", "auto")),
-    *(("UNSEEN", value, value) for value in ("eager", "error", "block", "background", "auto")),
+    *(("UNSEEN", value, value) for value in ("eager", "error", "background", "auto")),
     ("SETUP_BUDGET_S", "0", 0.0),
     ("SETUP_BUDGET_S", "120", 120.0),
     ("LEAVE_EAGER", "FluxTransformerBlock, models.mine.Block,", ("FluxTransformerBlock", "models.mine.Block")),
@@ -55,9 +53,8 @@ BAD = [
         for mode in ("reduce-overhead", "max-autotune")
     ),
     ("DYNAMIC", "maybe", "Expected `bool"),
-    ("PRECOMPILE", "auto", "Expected `bool"),
     ("COLD_START", "warm", "give one of auto, background, block"),
-    ("UNSEEN", "refuse", "give one of auto, background, eager, block, error"),
+    ("UNSEEN", "block", "give one of auto, background, eager, error"),
     ("SETUP_BUDGET_S", "-1", "must be seconds between 0 and 86400"),
     ("SETUP_BUDGET_S", "5m", "5m"),
     ("PUBLISH", "yes please", "Expected `bool"),
@@ -187,9 +184,3 @@ def test_neither_a_layers_password_nor_the_signing_key_is_shown_with_the_setting
 )
 def test_a_boot_publishes_where_it_may_and_what_it_would_trust(variables, may_publish):
     assert read(**variables).may_publish is may_publish
-
-
-@pytest.mark.parametrize("name", ["COLD_START", "UNSEEN"])
-def test_the_background_needs_functions_compiled_ahead_of_time(name):
-    with pytest.raises(SettingsError, match="PRECOMPILE=false leaves nothing to compile in the background"):
-        read(**{name: "background", "PRECOMPILE": "false"})

@@ -1,35 +1,65 @@
-"""Cases of a kind: who waits for which code, and what an instance that it does not fit gets."""
+"""Cases of a kind: who waits for which code, and what an instance that it does not fit gets.
+
+`Serving` plays any order of calls, answers and predictions, and tells what must never be, and what must be in the end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import os
+import sys
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from precompiling import Token, eager, tensor
 from torch import nn
 
+from compile_cache.background.orders import Order, Orders
+from compile_cache.calls.pickling import receive
 from compile_cache.calls.spec import Call, CallSpec, top_sizes
+from compile_cache.errors import ArtifactError
+from compile_cache.inductor import stored_functions
+from compile_cache.inductor.function_file import read_marks
+from compile_cache.inductor.make import Answer
 from compile_cache.of_each import OfEach
-from compile_cache.serving.kinds import MOVES, Case, Kinds, Standing, State
+from compile_cache.serving import kinds as kinds_module
+from compile_cache.serving import moment, supply
+from compile_cache.serving.kinds import LEFT_OUT, MOVES, Case, Kinds, State
+from compile_cache.serving.regions import Regions
+from compile_cache.settings import Settings
+from compile_cache.storage.directory import CacheDirectory
 
 
 class Code:
-    """Code that fits the calls of which `fitting` is true."""
+    """A function that fits the calls of which `fitting(module, *args)` is true."""
 
     def __init__(
-        self, fitting: Callable[..., bool], path: str = "made.aot", compared_on: frozenset[str] = frozenset()
+        self, fitting: Callable[..., bool], path: str = "made.aot", run: Callable[..., Any] = lambda *_: None
     ) -> None:
-        self._fitting, self.path, self.compared_on = fitting, path, compared_on
+        self._fitting, self.path, self._run = fitting, path, run
+        self.compared_on = frozenset[str]()
 
-    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._fitting(*args)
+    def fits(self, call: Call) -> bool:
+        return self._fitting(call[0], *call[1])
 
     def misfit(self, call: Call) -> str:
-        return "" if self._fitting(*call[1]) else "a guard failed"
+        return "" if self.fits(call) else "a guard failed"
+
+    def outdated(self) -> str:
+        return ""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None
+        return self._run(self.path, module, *args)
 
 
 def case_of(kinds: Kinds, module: nn.Module, *args: Any) -> Case:
@@ -39,21 +69,15 @@ def case_of(kinds: Kinds, module: nn.Module, *args: Any) -> Case:
 
 
 def arrive(case: Case, code: Code) -> None:
-    case.move(State.CLAIMED)
     case.arrive(code)
-    assert case.state is State.ARRIVED
+    assert case.state is State.HAS_CODE
 
 
 def third_size(kinds: Kinds, module: nn.Module) -> Case:
-    """The case of 32 rows; those of 16 and of 24 are being made."""
+    """The case of 32 rows; those of 16 and of 24 are ordered."""
     for rows in (16, 24):
-        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
+        case_of(kinds, module, torch.ones(rows, 4)).move(State.ORDERED)
     return case_of(kinds, module, torch.ones(32, 4))
-
-
-def serve(case: Case, module: nn.Module) -> None:
-    """As after a comparison that passed."""
-    case.standings[module] = Standing.SERVES
 
 
 def test_the_states_are_walked_as_the_table_says_and_eager_is_the_end():
@@ -62,42 +86,14 @@ def test_the_states_are_walked_as_the_table_says_and_eager_is_the_end():
             case = Case(CallSpec("", (), (), (), (), ()), start)
             assert case.move(end) is (end in MOVES[start])
             assert case.state is (end if end in MOVES[start] else start)
-    ends = {state for state in State if not MOVES[state]}
-    assert ends == {State.EAGER}
-    given_up = {*State} - ends - {State.LATE, State.GROWING}  # these two end in NEW
-    assert all(State.EAGER in MOVES[state] for state in given_up)
+        case = Case(CallSpec("", (), (), (), (), ()), start)
+        case.arrive(code := Code(lambda *_: True))
+        assert case.function is (code if State.HAS_CODE in MOVES[start] else None)
+    assert {state for state in State if State.EAGER not in MOVES[state]} == {State.EAGER, State.GROWING}
     ends, found = {State.NEW}, {State.NEW}
     while ends := {end for state in ends for end in MOVES[state]} - found:
         found |= ends
     assert found == {*State}
-
-
-def test_code_that_arrives_for_an_eager_case_serves_nothing():
-    kinds, module = Kinds(), nn.Identity()
-    case = case_of(kinds, module, 1)
-    case.move(State.EAGER)
-    case.arrive(Code(lambda number: True))
-    assert (case.state, case.code) == (State.EAGER, None)
-
-
-def test_graphs_of_torch_compile_serve_the_numbers_alone_that_they_were_compared_with():
-    kinds, module, cases = Kinds(), nn.Identity(), []
-    for number in range(8):
-        cases.append(case_of(kinds, module, number))
-        arrive(cases[-1], Code(lambda number: True, path=""))
-        serve(cases[-1], module)
-    assert len(set(map(id, cases))) == 8
-    assert [case_of(kinds, module, number) for number in range(8)] == cases
-    assert "changes from call to call" in kinds.case((module, (8,), {}))
-
-
-def test_an_instance_that_no_graph_fitted_gets_another_case():
-    kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
-    case = case_of(kinds, module, 1)
-    arrive(case, Code(lambda number: True, path=""))
-    case.standings[module] = Standing.DOES_NOT_FIT
-    assert case_of(kinds, module, 1) is not case
-    assert case_of(kinds, other, 1) is case
 
 
 def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
@@ -106,7 +102,7 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     for known.state, opened in ((State.NEW, ()), (State.EAGER, ((0, 0),))):  # for one that is NEW again, code is stored
         kinds.leave_sizes_open(dynamic, module)
         assert dynamic.spec.open == opened
-    arrive(dynamic, Code(lambda x: x.shape[0] % 8 == 0))
+    arrive(dynamic, Code(lambda _, x: x.shape[0] % 8 == 0))
     assert case_of(kinds, module, torch.ones(40, 4)) is dynamic
     assert case_of(kinds, module, torch.ones(32, 4)) is dynamic
     seventh = torch.ones(7, 4)
@@ -124,46 +120,13 @@ def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_le
         assert not case.spec.open
 
 
-def test_an_instance_of_another_structure_makes_calls_of_another_kind():
-    kinds, one, alike, other = Kinds(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-    case = case_of(kinds, one, 1)
-    assert case_of(kinds, alike, 1) is case
-    assert case_of(kinds, other, 1) is not case
-
-
 @pytest.mark.parametrize(("paths", "reason"), [(range(8), "call to call"), ((0, 0), "process: a guard failed")])
 def test_code_that_fits_no_call_is_made_eight_times_and_the_same_code_twice(paths, reason):
     """A call may change its own inputs, as a cache that counts does, so code for one does not fit the next."""
     kinds, module = Kinds(), nn.Identity()
     for path in paths:
-        arrive(case_of(kinds, module, 1), Code(lambda _: False, path=f"{path}.aot"))
+        arrive(case_of(kinds, module, 1), Code(lambda *_: False, path=f"{path}.aot"))
     assert reason in kinds.case((module, (1,), {}))
-
-
-def test_instances_with_numbers_of_their_own_get_code_each_and_one_whose_number_changes_gets_8():
-    kinds, modules, changing = Kinds(), [nn.Identity() for _ in range(12)], nn.Identity()
-    for number, module in enumerate(modules):
-        case = case_of(kinds, module, number)
-        arrive(case, Code(lambda found, number=number: found == number))
-        serve(case, module)
-    for number in range(100, 108):  # each time another one by the time at which its code arrives
-        case = case_of(kinds, changing, number)
-        assert case.state is State.NEW
-        arrive(case, Code(lambda _: False, path=f"{number}.aot"))
-    for number in (108, 109):
-        assert "changes from call to call" in kinds.case((changing, (number,), {}))
-
-
-def test_code_that_an_earlier_boot_compared_is_no_reason_to_make_none_for_one():
-    kinds, modules, states = Kinds(), [nn.Identity() for _ in range(12)], []
-    for number, module in enumerate(modules):
-        states.append((case := case_of(kinds, module, number)).state)
-        arrive(case, Code(lambda found, number=number: found == number, compared_on=frozenset({"a place"})))
-        assert case.compared_on
-        case.serve(modules)
-    assert states == [State.NEW] * 12
-    assert not any(case.is_to_compare(module) for case in kinds for module in modules)
-    assert [case_of(kinds, module, number).spec.numbers for number, module in enumerate(modules)]
 
 
 def test_an_object_may_end_with_the_mapping_that_holds_another_ones_value():
@@ -176,18 +139,10 @@ def test_an_eager_case_hides_no_code_that_leaves_its_sizes_open():
     kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
     dynamic = third_size(kinds, module)
     kinds.leave_sizes_open(dynamic, module)
-    arrive(dynamic, Code(lambda x: True))
+    arrive(dynamic, Code(lambda *_: True))
     case = next(case for case in kinds if case.spec.sizes == ((16, 4),))
     assert case.move(State.EAGER)
     assert case_of(kinds, other, torch.ones(16, 4)) is dynamic
-
-
-def test_a_call_with_another_number_does_not_take_an_eager_case_from_its_instance():
-    kinds, module = Kinds(), nn.Identity()
-    for number in (1, 2):
-        case_of(kinds, module, number).move(State.EAGER)
-    cases = {id(case_of(kinds, module, number)) for number in (1, 2) * 10}
-    assert len(cases) == 2
 
 
 @pytest.mark.parametrize("told", [lambda number: (number,), lambda number: (str(number),)])
@@ -199,7 +154,6 @@ def test_calls_that_grow_cost_a_bounded_number_of_cases_whatever_else_they_are_t
             continue
         if (case := found[0]).state is State.NEW:
             cases.add(case)
-            assert case.move(State.CLAIMED)
             assert case.move(State.GROWING)
         assert case.state is State.GROWING
     assert len(cases) <= 64
@@ -210,9 +164,9 @@ def test_a_case_that_made_room_for_another_thread_is_ordered_as_it_is():
     kinds, module = Kinds(), nn.Identity()
     case = third_size(kinds, module)
     for number in range(62):
-        case_of(kinds, module, str(number)).move(State.CLAIMED)
+        case_of(kinds, module, str(number)).move(State.ORDERED)
     assert case not in kinds
-    assert case.move(State.CLAIMED)
+    assert case.claim((module, (), {}))
     kinds.leave_sizes_open(case, module)
     assert not case.spec.open
 
@@ -221,12 +175,12 @@ def test_a_region_keeps_64_kinds():
     kinds, module = Kinds(), nn.Identity()
     for rows in range(100):  # of half of the calls nothing is known afterwards, as where new calls are errors
         case = case_of(kinds, module, torch.ones(rows, 4))
-        rows % 2 or case.move(State.CLAIMED)
+        rows % 2 or case.move(State.ORDERED)
     assert case.state is State.NEW
     for rows in range(100, 114):
-        case_of(kinds, module, torch.ones(rows, 4)).move(State.CLAIMED)
+        case_of(kinds, module, torch.ones(rows, 4)).move(State.ORDERED)
     assert "64 are kept" in kinds.case((module, (torch.ones(150, 4),), {}))
-    assert case_of(kinds, module, torch.ones(2, 4)).state is State.CLAIMED
+    assert case_of(kinds, module, torch.ones(2, 4)).state is State.ORDERED
     assert len(list(kinds)) == 64
 
 
@@ -234,3 +188,279 @@ def test_a_nested_tensor_can_be_described_and_has_no_size():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert top_sizes((nested, torch.ones(4)), {}) == (torch.Size([4]),)
     assert CallSpec.of((nn.Identity(), (nested,), {})) == CallSpec.of((nn.Identity(), (nested,), {}))
+
+
+class Block(nn.Module):
+    """The last one has another structure. Functions may depend on the number of its `own`."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.own, self.weight = place, 1, nn.Parameter(torch.ones(2))
+        self.more = nn.Parameter(torch.ones(2)) if place == 2 else None
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * self.weight * self.own + number
+
+
+class Stored(stored_functions.Artifacts):
+    """Those of one folder, whose files have no content: `Serving` knows what they do."""
+
+    def _groups(self, *_: Any) -> list[Any]:
+        return [SimpleNamespace(path="precompiled/group")]
+
+    def _group(self, *_: Any) -> Any:
+        raise ArtifactError("no graphs are stored")
+
+    def _read(self, path: str) -> Any:
+        return ()
+
+
+# Kinds of calls, functions of one instance's kind, and orders that wait.
+MOST_KINDS, MOST_FUNCTIONS, MOST_ORDERS = 5, 2, 4
+# The place of an instance, the rows of its input, and a number.
+CALLS = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 2))
+# The same with the number of the instance's own.
+Key = tuple[int, int, int, int]
+
+
+class Serving(RuleBasedStateMachine):
+    """Instances that are called in predictions, of which several may be open. A stand-in for the second process makes
+    functions that may be wrong on some instances, which no guard sees. All else is real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.directory = CacheDirectory.claim(Path(self.folder.name))
+        # What each function depends on, and the instances on which it is wrong.
+        self.made: list[tuple[Any, ...]] = []
+        self.clock, self.has_memory, self.whole = 0, True, set[tuple[str, int]]()
+        self.marks = set[tuple[str, int]]()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(moment, "time", SimpleNamespace(monotonic=lambda: self.clock))
+        self.patch.setattr(supply, "_GAP_S", 1e-6)
+        self.patch.setattr(supply, "RECOMPILE_LIMIT", MOST_ORDERS)
+        self.patch.setattr(kinds_module, "RECOMPILE_LIMIT", MOST_KINDS)
+        self.patch.setattr(kinds_module, "MOST_FUNCTIONS", MOST_FUNCTIONS)
+        self.patch.setattr(stored_functions, "Artifacts", Stored)
+        self.patch.setattr(stored_functions, "_load", lambda path: Code(partial(self.fits, path), path, self.run_code))
+        self.boot()
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is None:
+                self.has_memory = True
+                self.what_passed_serves()
+                self.nothing_hangs()
+        finally:
+            self.patch.undo()
+            self.folder.cleanup()
+            os.close(self.directory.lock_fd)
+
+    @precondition(lambda self: self.whole - self.marks)
+    @rule()
+    def boot(self) -> None:
+        """Begin a process with the functions and the marks that are stored."""
+        marks = read_marks(self.directory.path, self.directory.scan())
+        self.marks = {(path, int(place[-1])) for path, mark in marks.items() for place in mark.places}
+        assert self.marks <= self.whole, "a mark names an instance on which no whole prediction has compared it"
+        self.blocks = nn.ModuleList(map(Block, range(3)))
+        self.blocks._repeated_blocks = ["Block"]
+        settings = Settings(cold_start="background", unseen="background")
+        self.regions = Regions(settings, self.directory, is_hit=True)
+        self.supply, self.moment = self.regions.supply, self.regions.supply.moment
+        self.supply.open()
+        self.supply._orders = orders = Orders(settings, self.directory)
+        orders.queue, orders.take = self, self.take  # type: ignore[assignment,method-assign]
+        self.regions.compile(self.blocks)
+        self.supply.release()
+        # Each with its call, and a list that gets the path of its function.
+        self.orders: list[tuple[Order, Call, list[str]]] = []
+        self.ordered: dict[tuple[int, CallSpec], list[list[str]]] = defaultdict(list)
+        self.open: list[Token] = []
+        self.begun = self.clock
+        self.ran: list[tuple[str, nn.Module]] = []
+        # Functions that failed. Functions and places: those that have passed, and those that serve by now.
+        self.failed: set[str] = set()
+        self.passed, self.taken, self.told = (set[tuple[str, int]]() for _ in range(3))
+        # By call: what has served it in this prediction, and what has passed on it.
+        self.codes: dict[Key, str] = {}
+        self.passed_on: dict[Key, str] = {}
+        self.called: set[Key] = set()
+
+    # The second process's part.
+
+    @property
+    def waiting(self) -> int:
+        return len(self.orders)
+
+    def release(self) -> None:
+        """Called at READY."""
+
+    def put(self, order: Order) -> None:
+        with torch.inference_mode():
+            call, path = receive(order.call), list[str]()
+            self.orders.append((order, call, path))
+            order.dynamic or self.ordered[call[0].place, CallSpec.of(call)].append(path)
+
+    def take(self, answer: Answer) -> None:
+        (self.directory.path / answer.path).parent.mkdir(parents=True, exist_ok=True)
+        (self.directory.path / answer.path).touch()
+
+    def fits(self, path: str, module: Block, x: torch.Tensor, number: int) -> bool:
+        spec, sizes, *fitting, _ = self.made[int(Path(path).stem)]
+        found = CallSpec.of((module, (x, number), {}))
+        is_same = found == spec if sizes == "these" else found.without_sizes == spec.without_sizes
+        return is_same and sizes != "none" and all(map(operator.contains, fitting, (number, module.own)))
+
+    def run_code(self, path: str, module: Block, *args: Any) -> torch.Tensor:
+        assert self.fits(path, module, *args), "a function serves what it does not fit"
+        self.ran.append((path, module))
+        if not self.has_memory and module not in {*self.blocks}:
+            raise MemoryError("none left for a comparison")
+        return module.forward(*args) + (module.place in self.made[int(Path(path).stem)][-1])
+
+    @precondition(lambda self: self.orders)
+    @rule(
+        which=st.integers(0, MOST_ORDERS),
+        sizes=st.sampled_from(["these", "all", "all", "none"]),
+        guards=st.tuples(st.booleans(), st.booleans()),
+        wrong=st.frozensets(st.integers(0, 2), max_size=1),
+    )
+    def a_function_arrives(self, which: int, sizes: str, guards: Any = (True, True), wrong: Any = frozenset()) -> None:
+        order, call, path = self.orders.pop(which % len(self.orders))
+        values = call[1][1], call[0].own
+        fitting = [(value,) if guard else range(9) for value, guard in zip(values, guards, strict=True)]
+        with torch.inference_mode():
+            if (made := (CallSpec.of(call), sizes, *fitting, wrong)) not in self.made:
+                self.made.append(made)
+        path.append(f"precompiled/group/{self.made.index(made)}.aot")
+        order.answer.set_result(Answer(path[0], files=(path[0],)))
+
+    @precondition(lambda self: self.orders)
+    @rule(which=st.integers(0, MOST_ORDERS))
+    def no_function_can_be_made(self, which: int) -> None:
+        self.orders.pop(which % len(self.orders))[0].answer.set_result(Answer(reason="torch refuses"))
+
+    # Predictions and their calls.
+
+    @rule()
+    def begin(self) -> None:
+        is_taken = not self.open
+        if is_taken or self.clock - self.begun > 10:
+            self.begun, self.taken = self.clock, {*self.passed}
+            self.codes.clear()
+        self.open.append(token := Token())
+        token.is_new = is_new = self.moment.begin(token)
+        assert is_new or not is_taken or self.taken - self.marks <= self.told, "a prediction was not told of new code"
+        if is_new:
+            self.told = {*self.taken}
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 3), is_whole=st.booleans())
+    def end(self, which: int = -1, is_whole: bool = True) -> None:
+        self.moment.end(token := self.open.pop(which % len(self.open)), is_whole)
+        if token.is_new and not is_whole:
+            self.told.clear()
+        if is_whole and not self.open:
+            self.whole |= self.passed
+
+    @rule()
+    def wait(self) -> None:
+        self.clock += 11
+
+    @precondition(lambda self: not self.open)
+    @rule(calls=st.lists(CALLS, max_size=4), is_whole=st.booleans())
+    def warm_up(self, calls: list[tuple[int, int, int]], is_whole: bool) -> None:
+        with contextlib.suppress(InterruptedError), self.regions._watching():
+            for call in calls:
+                self.call(call)
+            if not is_whole:
+                raise InterruptedError
+            self.whole |= self.passed
+
+    @precondition(lambda self: not self.open)
+    @rule(place=st.integers(0, 2), own=st.integers(1, 3))
+    def tell(self, place: int, own: int) -> None:
+        self.blocks[place].own = own
+
+    @rule(calls=st.lists(CALLS, min_size=1, max_size=6), has_memory=st.sampled_from([True, True, True, False]))
+    def call_several(self, calls: list[tuple[int, int, int]], has_memory: bool) -> None:
+        self.has_memory = has_memory
+        for call in calls:
+            self.call(call)
+
+    def call(self, call: tuple[int, int, int]) -> None:
+        """`served_by` is the path of the function that serves it, or empty."""
+        place, rows, number = call
+        block, x = self.blocks[place], tensor(rows, 2)
+        key = *call, block.own
+        if not self.open:
+            self.taken = {*self.passed}
+            self.codes.clear()
+        self.ran.clear()
+        self.called.add(key)
+        answer, code = eager(block, x, number), ""
+        assert torch.equal(answer, eager(block.forward, x, number)), "a wrong answer"
+        for path, module in self.ran:
+            if module is block:
+                assert (path, place) in self.taken | self.marks, "what serves was not compared, or has just passed"
+                code = path
+            elif self.has_memory and place not in self.made[int(Path(path).stem)][-1]:
+                self.passed.add((path, place))
+                self.passed_on[key] = path
+            elif self.has_memory and len(self.open) < 2:
+                self.fail(path)
+        if (before := self.codes.setdefault(key, code)) != code:
+            is_proved = code and (before or (code, place) in self.marks)
+            assert is_proved or before in self.failed, "the code of a call changed within a prediction"
+            self.codes[key] = code
+        self.served_by = code
+
+    def fail(self, path: str) -> None:
+        self.failed.add(path)
+        for pairs in (self.passed, self.taken, self.marks, self.whole):
+            pairs -= {(path, place) for place in range(3)}
+        self.passed_on = {key: passed for key, passed in self.passed_on.items() if passed != path}
+
+    # What must be.
+
+    @invariant()
+    def all_is_bounded(self) -> None:
+        ((region),) = self.regions.by_class.values()
+        assert len({case.spec for case in region.supply.kinds}) <= MOST_KINDS
+        for (place, _), paths in self.ordered.items():
+            others = {path for path, other in self.passed if other != place}
+            assert sum(not {*path} & (others | self.failed) for path in paths) <= MOST_FUNCTIONS
+
+    def what_passed_serves(self) -> None:
+        """In the end, also if predictions always overlap."""
+        for place, rows, number, own in self.passed_on:
+            self.wait()
+            self.begin()
+            self.blocks[place].own = own
+            self.call((place, rows, number))
+            assert self.served_by, "what has passed does not serve"
+
+    def nothing_hangs(self) -> None:
+        """If all orders are answered, all calls are served by functions in the end, or eager for a reason."""
+        while self.open:
+            self.end()
+        ((region),) = self.regions.by_class.values()
+        for place, rows, number, own in [*self.called]:
+            self.blocks[place].own = own
+            for _ in range(250):
+                self.begin()
+                self.call((place, rows, number))
+                self.end()
+                found = eager(region.supply.kinds.case, (self.blocks[place], (tensor(rows, 2), number), {}))
+                if self.served_by or isinstance(found, str) or found[0].state is State.EAGER:
+                    break
+                if found[0].unended.get(self.blocks[place]) == LEFT_OUT:
+                    break
+                while self.orders:
+                    self.a_function_arrives(0, "these")
+            else:
+                raise AssertionError("a call is eager for no reason")
+
+
+TestServing = Serving.TestCase

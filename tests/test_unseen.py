@@ -586,8 +586,8 @@ def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(dir
 
 
 def test_threads_that_order_at_one_time_have_one_queue(directory, monkeypatch):
-    policy, made, make = boot(directory, settings=BACKGROUND).supply, [], Orders.__init__
+    supply, made, make = boot(directory, settings=BACKGROUND).supply, [], Orders.__init__
     monkeypatch.setattr(Orders, "__init__", lambda *inputs: made.append(inputs) or time.sleep(0.1) or make(*inputs))
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: policy.orders(), range(2)))
+        list(threads.map(lambda _: supply.orders(), range(2)))
     assert len(made) == 1

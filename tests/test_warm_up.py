@@ -68,7 +68,7 @@ def test_a_warm_up_leaves_no_call_out_if_graphs_were_restored_which_it_alone_tra
     environ = settings(tmp_path, cold_start="background", unseen="background")
     boot = compile_cache.boot("my-model", environ=environ)
     assert boot.compiles_in_background
-    boot._restored_files = frozenset({"precompiled/group/0.cached"})
+    boot._restored_files = frozenset({"precompiled/group/0.graphs"})
     assert not boot.compiles_in_background
 
 

@@ -152,6 +152,7 @@ class OrderQueue:
         self._numbers = itertools.count()
         self._putting = threading.Lock()
         self._released = threading.Event()
+        self._is_ready = False
         self.hurries = False
         self._until_s = math.inf
         self._is_answering = False
@@ -184,6 +185,7 @@ class OrderQueue:
 
     def release(self) -> None:
         """Let orders be answered from now on, by a process that gives way to predictions."""
+        self._is_ready = True
         if self.hurries:
             self.hurries, self._until_s = False, math.inf
             self._end_process()
@@ -194,9 +196,9 @@ class OrderQueue:
         self.hurries, self._until_s = True, until_s
         self._released.set()
         with self._orders.mutex:
-            while self.waiting and not self._is_closed and (self._is_answering or time.monotonic() < until_s):
+            while self.waiting and not self._is_closed and (time.monotonic() < until_s or self._is_answering):
                 self._orders.all_tasks_done.wait(_LOOK_S)
-        self._released.clear()
+        self.release() if self._is_ready else self._released.clear()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until every order is answered or `close` is called; True if every order is answered."""
@@ -245,13 +247,13 @@ class OrderQueue:
             except Empty:
                 self._end_process()
                 continue
-            if time.monotonic() > self._until_s:  # for after READY
-                self._orders.put(numbered)
-                self._orders.task_done()
-                self._released.clear()
-                continue
             self._is_answering = True
-            return numbered[-1]
+            if self._released.is_set() and time.monotonic() < self._until_s:
+                return numbered[-1]
+            self._is_answering = False  # it is for after READY
+            self._orders.put(numbered)
+            self._orders.task_done()
+            time.sleep(_LOOK_S)
         return None
 
     def _take_all(self) -> list[Order]:

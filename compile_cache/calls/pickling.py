@@ -14,10 +14,10 @@ import contextlib
 import pickle
 import sys
 import types
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Sequence
 from io import BytesIO, TextIOWrapper
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -156,8 +156,9 @@ class CallPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Pickles a call into `content`: also objects that pickle would refuse, or would copy although they belong to this
     process, or although the model may ask which object they are."""
 
-    # Not the content of an open file.
-    dispatch_table = {kind: by for kind, by in cloudpickle.Pickler.dispatch_table.items() if kind is not TextIOWrapper}
+    # Not the content of an open file. Modules that are imported later add to copyreg's table.
+    _own, _later = cloudpickle.Pickler.dispatch_table.maps
+    dispatch_table: ClassVar = ChainMap({kind: by for kind, by in _own.items() if kind is not TextIOWrapper}, _later)
 
     def __init__(self, module: nn.Module, shares_weights: bool = False) -> None:
         """For a call of `module`. `shares_weights` is for `hand_over`."""
