@@ -25,11 +25,9 @@ from passes import Versioned
 from precompiling import artifacts, boot, build, eager, find, finish, only_report, tensor, warm_up, warmed
 from torch import nn
 from torch._inductor import compile_fx
-from torch.fx._symbolic_trace import is_fx_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_cache.lifecycle.host import resolve_cold_start
-from compile_cache.serving import graphs as graphs_module
 from compile_cache.serving import kinds as kinds_module
 from compile_cache.serving import region as region_module
 from compile_cache.serving import supply as supply_module
@@ -140,7 +138,7 @@ def test_graphs_answer_while_another_thread_traces(shared):
         assert ended.wait(60)
         return x + 1
 
-    compiler = boot(shared, module, settings=CACHED)
+    compiler = boot(shared, module)
     answer = warm_up(compiler, lambda: module(tensor()))
     with ThreadPoolExecutor() as threads:
         tracing = threads.submit(make_fx(wait), tensor())
@@ -308,18 +306,17 @@ class Cheating(Halved):
         return -y if torch.compiler.is_compiling() and (len(x) > 4 or self.factor > 1) else y
 
 
-@pytest.mark.parametrize("change", ["another kind", "an attribute"])
-def test_a_graph_that_was_not_compared_or_failed_serves_no_call(directory, change):
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_graph_that_was_not_compared_or_failed_serves_no_call(directory, is_ready):
     """torch would serve any call by a graph whose guards hold."""
     module, twin = build(Cheating), build(Halved)
-    compiler = warmed(directory, module, settings=Settings(dynamic=None))
-    assert compiler.by_class[Cheating].report.step == "graphs"
-    x = tensor(8, 16) if change == "another kind" else tensor()
-    module.factor = twin.factor = 2.0 if change == "an attribute" else 1.0
-    close(predict(module, x), eager(twin, x))
-    close(warm_up(compiler, lambda: module(x)), eager(twin, x))
-    assert "its graphs: its answer differs from eager" in only_report(compiler).reason
-    close(predict(module, x), eager(twin, x))
+    compiler = warmed(directory, module, settings=Settings(dynamic=True))
+    assert only_report(compiler).step == "graphs"
+    for rows, factor in ((4, 2.0), (8, 1.0)):
+        module.factor = twin.factor = factor
+        for call in (eager if is_ready else partial(warm_up, compiler), eager):
+            close(call(lambda rows=rows: module(tensor(rows, 16))), eager(twin, tensor(rows, 16)))
+    assert ("its graphs: its answer differs from eager" in only_report(compiler).reason) is not is_ready
 
 
 class Failing(Product):
@@ -333,10 +330,10 @@ def test_an_error_of_compiled_code_after_ready_is_raised_and_runs_nothing_again(
     compiler = boot(shared, module)
     warm_up(compiler, lambda: module(tensor(), torch.tensor([1])))
     with pytest.raises((IndexError, RuntimeError)):
-        predict(module, x, torch.tensor([7]))
+        eager(lambda: module(x, torch.tensor([7])))
     close(x, tensor() + 1)
-    close(predict(module, tensor(), torch.tensor([2])), eager(build(Failing), tensor(), torch.tensor([2])))
-    assert only_report(compiler).step != "eager"
+    close(*(eager(lambda one=one: one(tensor(), torch.tensor([2]))) for one in (module, build(Failing))))
+    assert compiler.by_class[Failing].served == {"eager": 2, "precompiled": 2}
 
 
 class Catching(Product):
@@ -497,13 +494,13 @@ def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compare
 
 @pytest.mark.parametrize("reason", ["no space left", "no attribute 'version'"])
 def test_a_graph_pass_that_fails_costs_the_step_and_inputs_are_changed_once(shared, reason):
-    module, changed, expected, full = build(InPlace), tensor(), tensor(), Full("full")
+    module, full = build(InPlace), Full("full")
     if "version" in reason:
         del full.version
     with torch._inductor.config.patch(post_grad_custom_pre_pass=full):
         compiler = boot(shared, module)
-        close(warm_up(compiler, lambda: module(changed)), eager(build(InPlace), expected))
-    close(changed, expected)
+        answer = warm_up(compiler, lambda: (module(changed := tensor()), changed))
+    close(answer, eager(lambda: (build(InPlace)(changed := tensor()), changed)))
     assert reason in only_report(compiler).reason
     assert (only_report(compiler).step, only_report(compiler).made) == ("eager", 0)
 
@@ -512,6 +509,7 @@ def test_a_graph_pass_that_fails_costs_the_step_and_inputs_are_changed_once(shar
 def test_a_torch_without_a_private_name_costs_the_compiled_code_alone(directory, monkeypatch, name):
     for needing in ("aot", "stored_functions", "guards", "function", "lean_loading", "torch_state"):
         monkeypatch.delitem(sys.modules, f"compile_cache.inductor.{needing}")
+    monkeypatch.delitem(sys.modules, "compile_cache.background.orders", raising=False)
     monkeypatch.delattr(name)
     module = build(Product)
     compiler = boot(directory, module)

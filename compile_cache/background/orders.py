@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, PriorityQueue
+from queue import PriorityQueue
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.calls.pickling import hand_over
@@ -147,16 +147,14 @@ class OrderQueue:
         self._limit_s = limit_s
         self._idle_s = idle_s
         self._server = os.getpid()
-        # By rank, and then in the order in which they came. None wakes the thread.
-        self._orders: PriorityQueue[tuple[tuple[int, ...], int, Order | None]] = PriorityQueue()
+        # By rank, and then in the order in which they came.
+        self._orders: PriorityQueue[tuple[tuple[int, ...], int, Order]] = PriorityQueue()
         self._numbers = itertools.count()
         self._putting = threading.Lock()
-        self._released = threading.Event()
-        self._is_ready = False
+        # Orders begin before this time of `time.monotonic`. It and the next two change under the mutex of `_orders`.
+        self._until_s = 0.0
+        self._is_answering = self._is_closed = False
         self.hurries = False
-        self._until_s = math.inf
-        self._is_answering = False
-        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._process: CompilingProcess | None = None
@@ -185,20 +183,22 @@ class OrderQueue:
 
     def release(self) -> None:
         """Let orders be answered from now on, by a process that gives way to predictions."""
-        self._is_ready = True
         if self.hurries:
-            self.hurries, self._until_s = False, math.inf
+            self.hurries = False
             self._end_process()
-        self._released.set()
+        with self._orders.mutex:
+            self._until_s = math.inf
+            self._orders.not_empty.notify_all()
 
     def finish(self, until_s: float) -> None:
         """Wait until all orders are answered that begin before `until_s` of `time.monotonic`."""
-        self.hurries, self._until_s = True, until_s
-        self._released.set()
         with self._orders.mutex:
+            before_s, self._until_s = self._until_s, until_s
+            self.hurries |= not before_s
+            self._orders.not_empty.notify_all()
             while self.waiting and not self._is_closed and (time.monotonic() < until_s or self._is_answering):
                 self._orders.all_tasks_done.wait(_LOOK_S)
-        self.release() if self._is_ready else self._released.clear()
+            self._until_s = before_s
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until every order is answered or `close` is called; True if every order is answered."""
@@ -211,12 +211,10 @@ class OrderQueue:
         Does nothing in a fork."""
         if os.getpid() != self._server:
             return
-        with self._putting:
+        with self._putting, self._orders.mutex:
             self._is_closed = True
-        with self._orders.mutex:
             self._orders.all_tasks_done.notify_all()
-        self._orders.put(((), next(self._numbers), None))
-        self._released.set()
+            self._orders.not_empty.notify_all()
         atexit.unregister(self.close)
         with self._starting:
             process = self._process
@@ -234,32 +232,30 @@ class OrderQueue:
                 answer = Answer(reason=str(answer.error) if known else answer.reason)
             for each in orders:
                 self._finish(each, answer, started)
-            self._is_answering = False
         for order in self._take_all():
             order.answer.cancel()
 
     def _next(self) -> Order | None:
-        """The next order, once there is one; None after `close`. Meanwhile an idle process is ended."""
+        """The next order, once one may begin; None after `close`. Meanwhile an idle process is ended."""
+        queue = self._orders
         while not self._is_closed:
-            self._released.wait()
-            try:
-                numbered = self._orders.get(timeout=None if self._process is None else self._idle_s)
-            except Empty:
+            with queue.mutex:
+                self._is_answering = False
+                idle_s = None if self._process is None else self._idle_s
+                begins = queue.not_empty.wait_for(lambda: self._is_closed or self._may_begin(), idle_s)
+                self._is_answering = begins and not self._is_closed
+            if self._is_answering:
+                return queue.get()[-1]
+            if not begins:
                 self._end_process()
-                continue
-            self._is_answering = True
-            if self._released.is_set() and time.monotonic() < self._until_s:
-                return numbered[-1]
-            self._is_answering = False  # it is for after READY
-            self._orders.put(numbered)
-            self._orders.task_done()
-            time.sleep(_LOOK_S)
         return None
+
+    def _may_begin(self) -> bool:
+        return bool(self._orders.queue) and time.monotonic() < self._until_s
 
     def _take_all(self) -> list[Order]:
         """Take all orders out of the queue."""
-        taken = [self._orders.get()[-1] for _ in range(self._orders.qsize())]
-        return [order for order in taken if order is not None]
+        return [self._orders.get()[-1] for _ in range(self._orders.qsize())]
 
     def _answer(self, order: Order, number: int = 1) -> Answer:
         """The process's answer. If a process may be to blame for a failure, a new one gets one more try.
