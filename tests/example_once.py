@@ -1,21 +1,27 @@
-"""An example's predictor without a server and without compiled code. Prints a line of JSON: `answered` for each
-request, or why it was refused.
+"""Examples' predictors without a server and without compiled code. Prints a line of JSON: for each a list that has, for
+each request, `answered` or why it was refused.
 
-    MODEL=… example_once.py FILE REQUESTS
+    example_once.py JOBS: each one's file, variables and requests, as JSON
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from compile_cache.lifecycle.prediction import call_as_cog
 
 
 def main() -> None:
-    file, requests = Path(sys.argv[1]), json.loads(sys.argv[2])
+    print(json.dumps([asked(Path(file), environ, requests) for file, environ, requests in json.loads(sys.argv[1])]))
+
+
+def asked(file: Path, environ: dict[str, str], requests: list[dict[str, Any]]) -> list[str]:
+    os.environ.update(environ)
     sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location("example", file)
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +36,7 @@ def main() -> None:
             told.append("answered")
         except ValueError as error:
             told.append(f"refused: {error}")
-    print(json.dumps(told))
+    return told
 
 
 if __name__ == "__main__":

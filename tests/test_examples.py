@@ -56,57 +56,58 @@ def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_libra
     main(["embeddings/siglip", "--work", str(tmp_path)])
 
 
-REFUSED = """
-import sys
-sys.path.insert(0, "examples/embeddings")
-from {0} import Predictor
-predictor = Predictor()
-predictor.setup()
-try:
-    predictor.run(texts=["a", "b" * {1}])
-except ValueError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize(("predictor", "model", "most"), [("predict", "e5", 320), ("pictures", "siglip", 64)])
-def test_a_text_with_more_characters_than_its_tokens_can_have_is_refused(tmp_path, predictor, model, most):
-    """64 tokens as long as [PAD], and 16 as </s>."""
-    MODELS[model](tmp_path / model)
-    given = {"MODEL": str(tmp_path / model), "LENGTHS": "64", "BATCHES": "2", "COMPILE_CACHE_SCOPE": "off"}
-    program = REFUSED.format(predictor, most + 1)
-    done = run_boot(os.environ | given, program, program="run_source", folder=EXAMPLES.parent)
-    assert done.stdout.startswith(f"a text has {most + 1} characters; it may have {most}"), done.stderr
-
-
-def asked(folder: Path, file: str, model: str, requests: list[dict[str, Any]], **environ: str) -> list[str]:
-    """What an example answers, or why it refuses."""
-    if not (folder / model).exists():
-        torch.manual_seed(0)
-        MODELS[model](folder / model)
-    given = {**os.environ, **environ, "MODEL": str(folder / model), "COMPILE_CACHE_SCOPE": "off"}
-    arguments = str(EXAMPLES / file), json.dumps(requests)
-    done = run_boot(given, *arguments, program="example_once", folder=Path(sys.prefix, "lora"))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize(("own", "lengths", "longest"), [(None, "16", 15), (15, "16,48", 15), (64, "16,48", 47)])
-def test_texts_that_would_be_cut_are_refused(tmp_path, own, lengths, longest):
-    """Two tokens of each begin and end it."""
-    MODELS["e5"](tmp_path / "e5")
-    if own is not None:
-        (tmp_path / "e5" / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": own}))
+CUT = {"cut": ("16", None, 15), "cut by its files": ("16,48", 15, 15), "cut by LENGTHS": ("16,48", 64, 47)}
+FEW = {"prompt": "an otter", "num_inference_steps": 2.0, "seed": 1.0}
+# For each example that is asked without a server: its file, its model, variables, and requests.
+ASKED: dict[str, tuple[str, str, dict[str, str], list[dict[str, Any]]]] = {
+    "long": ("embeddings/predict.py", "e5", {"LENGTHS": "64"}, [{"texts": ["a", "b" * 321]}]),
+    "long beside pictures": ("embeddings/pictures.py", "siglip", {}, [{"texts": ["a", "b" * 65]}]),
+    "cut beside pictures": (
+        *("embeddings/pictures.py", "siglip", {}),
+        [{}, {"texts": ["x" * 16]}, {"texts": ["x", "x" * 17]}],
+    ),
+    "video": ("video/predict.py", "ltx", {"VIDEOS": "64x64x9"}, [{**FEW, "guidance_scale": 1e38}, FEW]),
+    "picture": ("flux-lora/predict.py", "flux", {"PIXELS": "128"}, [{**FEW, "guidance_scale": 1e38}, FEW]),
+}
+for case, (lengths, _, longest) in CUT.items():
     requests = [{"texts": texts} for texts in ([], ["x" * (longest - 2)], ["x", "x" * (longest - 1)])]
-    none, whole, long = asked(tmp_path, "embeddings/predict.py", "e5", requests, LENGTHS=lengths, BATCHES="2")
+    ASKED[case] = "embeddings/predict.py", "e5", {"LENGTHS": lengths}, requests
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict[str, list[str]]:
+    """What an example answers to each request, or why it refuses. One process asks them all."""
+    folder, jobs = tmp_path_factory.mktemp("models"), []
+    for case, (file, model, variables, requests) in ASKED.items():
+        torch.manual_seed(0)
+        MODELS[model](folder / case)
+        if own := CUT.get(case, [None, None])[1]:
+            (folder / case / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": own}))
+        jobs.append((str(EXAMPLES / file), {**variables, "MODEL": str(folder / case), "BATCHES": "2"}, requests))
+    given = {**os.environ, "COMPILE_CACHE_SCOPE": "off"}
+    done = run_boot(given, json.dumps(jobs), program="example_once", folder=Path(sys.prefix, "lora"))
+    assert done.returncode == 0, done.stderr
+    return dict(zip(ASKED, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize(("case", "most"), [("long", 320), ("long beside pictures", 64)])
+def test_a_text_with_more_characters_than_its_tokens_can_have_is_refused(answers, case, most):
+    """64 tokens as long as [PAD], and 16 as </s>."""
+    assert answers[case][0].startswith(f"refused: a text has {most + 1} characters; it may have {most}")
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_texts_that_would_be_cut_are_refused(answers, case):
+    """Two tokens of each begin and end it."""
+    _, _, longest = CUT[case]
+    none, whole, long = answers[case]
     assert none.startswith("refused: texts is empty")
     assert whole == "answered"
     assert long == f"refused: text 1 has {longest + 1} tokens, and this server reads {longest}"
 
 
-def test_texts_beside_pictures_that_would_be_cut_are_refused(tmp_path):
-    requests = [{}, {"texts": ["x" * 16]}, {"texts": ["x", "x" * 17]}]
-    none, whole, long = asked(tmp_path, "embeddings/pictures.py", "siglip", requests, BATCHES="2")
+def test_texts_beside_pictures_that_would_be_cut_are_refused(answers):
+    none, whole, long = answers["cut beside pictures"]
     assert [answer.partition(":")[0] for answer in (none, whole, long)] == ["refused", "answered", "refused"]
 
 
@@ -166,14 +167,10 @@ def test_a_recording_without_sound_is_refused(tmp_path, monkeypatch, sample):
         read(file, 16000)
 
 
-@pytest.mark.parametrize(
-    ("file", "model", "environ"),
-    [("video/predict.py", "ltx", {"VIDEOS": "64x64x9"}), ("flux-lora/predict.py", "flux", {"PIXELS": "128"})],
-)
-def test_a_result_that_is_not_finite_is_an_error(tmp_path, file, model, environ):
+@pytest.mark.parametrize("case", ["video", "picture"])
+def test_a_result_that_is_not_finite_is_an_error(answers, case):
     """And 1.0 is an integer, as by Cog's schema."""
-    few = {"prompt": "an otter", "num_inference_steps": 2.0, "seed": 1.0}
-    black, drawn = asked(tmp_path, file, model, [{**few, "guidance_scale": 1e38}, few], **environ)
+    black, drawn = answers[case]
     assert "numbers that are not finite" in black
     assert drawn == "answered"
 

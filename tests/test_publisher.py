@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from boots import python_path, settings
+from boots import run_boot, settings
 from containers import CountingStore, open_cache
 from machines import Machine, Watched, read_files, write_files
 from marked_processes import PATIENCE_S, wait_for
-from programs import run_program
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
@@ -194,8 +193,8 @@ def test_a_file_that_waits_is_published_when(local, tmp_path, start, way):
 
 @pytest.mark.parametrize("slow", ["nothing", "_QUIET_S", "_POLL_S"])
 def test_what_is_made_later_is_packed_soon_and_published_if_quiet_or_at_exit(local, tmp_path, start, monkeypatch, slow):
-    if slow != "nothing":
-        monkeypatch.setattr(f"compile_cache.lifecycle.publisher.{slow}", PATIENCE_S)
+    if slow != "nothing":  # `wait` sleeps for a tenth of a poll
+        monkeypatch.setattr(f"compile_cache.lifecycle.publisher.{slow}", 10.0 if slow == "_POLL_S" else PATIENCE_S)
     started = start(local)
     started.make({"later.so": b"later"})
     if slow == "_QUIET_S":
@@ -347,10 +346,10 @@ def test_beside_four_hundred_files_only_two_new_ones_are_sent(tmp_path, monkeypa
     assert read_files(cache.directory.path) == {**files, **new}
 
 
-# A g++ that writes a library in place, and pauses in the middle.
+# A g++ that writes a library in place, and waits in the middle until it may go on.
 SLOW = """#!{python}
 import pathlib, subprocess, sys, time
-asked = sys.argv[1:]
+asked, go = sys.argv[1:], pathlib.Path(__file__).with_name("go")
 target = pathlib.Path(asked[asked.index("-o") + 1]) if "-o" in asked else None
 if target is None or target.suffix != ".so":
     sys.exit(subprocess.call(["{compiler}", *asked]))
@@ -361,7 +360,8 @@ if code == 0:
     with target.open("wb") as file:
         file.write(content[:10_712])
         file.flush()
-        time.sleep(8 if len(content) > 40_000 else 0)  # else one that tests the CPU's instructions
+        while len(content) > 40_000 and not go.exists():  # a smaller one tests the CPU's instructions
+            time.sleep(0.05)
         file.write(content[10_712:])
 sys.exit(code)
 """
@@ -385,10 +385,12 @@ own = threading.Thread(target=torch.compile(lambda x: torch.nn.functional.gelu(x
 own.start()
 seen = set()
 while not seen:
-    time.sleep(0.5)
+    time.sleep(0.05)
     seen = {path for path in Path(boot.report.cache_dir).rglob("*.so") if path.stat().st_size == 10_712}
 call()
 call()
+boot.wait_published(3)  # what can be published meanwhile
+Path(sys.argv[1], "go").touch()
 own.join()
 assert boot.wait_published(60)
 """
@@ -398,8 +400,8 @@ def test_a_library_that_is_half_written_is_published_once_it_is_whole(tmp_path):
     slow = tmp_path / "bin" / "g++"
     write_files(slow.parent, {slow.name: SLOW.format(python=sys.executable, compiler=shutil.which("g++")).encode()})
     slow.chmod(0o755)
-    environ = {**settings(tmp_path, cold_start="background"), "PYTHONPATH": python_path(Path(__file__).parent)}
-    done = run_program(OWN, slow.parent, **environ)
+    environ = settings(tmp_path, cold_start="background")
+    done = run_boot(environ, OWN, str(slow.parent), program="run_source")
     assert done.returncode == 0, done.stderr
     made = [content for name, content in read_files(tmp_path / "cache" / "0").items() if name.endswith(".so")]
     packs = [pack.read_bytes() for pack in (tmp_path / "store").rglob("*.pack")]

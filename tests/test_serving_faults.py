@@ -77,7 +77,7 @@ def test_whole_encoders_are_precompiled_with_the_newest_transformers_and_the_pin
     """A later boot has imported other models first."""
     path = str(Path(sys.prefix, folder)) if folder else ""
     for boot, after in (("first", None), ("second", "first")):
-        told = play(tmp_path / boot, "encoders", path, after=after and tmp_path / after, forked=False)
+        told = play(tmp_path / boot, "encoders", path, after=after and tmp_path / after)
         assert told["steps"] == {"BertModel": "precompiled", "T5EncoderModel": "precompiled"}
         assert told.processes == (after is None)
     pinned = re.search(r"^transformers==(.*)$", Path("requirements.txt").read_text(), re.MULTILINE)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 
+import boots
 import pytest
 import zstandard
-from boots import python_path, settings, stored
+from boots import run_boot, settings, stored
 from commands import run_command
 
 # Names as torch, its servers, clouds and databases have them. torch reads some of the first as options.
@@ -68,14 +69,23 @@ def found_in(content: bytes) -> set[str]:
     return {name for name in VALUES if name[::-1].encode() in content or VALUES[name][:5].encode() in content}
 
 
+@pytest.fixture(scope="module")
+def variables_of_imports() -> Iterator[None]:
+    """Boots are forked from a process that has these variables while it imports torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VALUES.items():
+            patch.setenv(name, value)
+        patch.setattr(boots, "forking_process", functools.cache(boots.forking_process.__wrapped__))
+        yield
+
+
 @pytest.mark.parametrize("cold_start", ["block", "background"])
-def test_no_value_leaves_a_boot(tmp_path, monkeypatch, cold_start):
+def test_no_value_leaves_a_boot(variables_of_imports, tmp_path, monkeypatch, cold_start):
+    source = str(tmp_path / "secret_model.py")
     (tmp_path / "secret_model.py").write_text(MODEL)
-    environ = settings(tmp_path, cold_start=cold_start) | VALUES | {"PYTHONPATH": python_path(tmp_path)}
-    command = [sys.executable, "-c", BOOT, str(tmp_path / "secret_model.py")]
-    told = []
+    environ, told = settings(tmp_path, cold_start=cold_start), []
     for _ in range(2):
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+        done = run_boot(environ, BOOT, source, program="run_source", folder=tmp_path)
         assert done.returncode == 0, done.stderr
         told.append(done.stdout.strip())
         (tmp_path / f"report-{len(told)}.json").write_text((tmp_path / "report.json").read_text())
@@ -88,9 +98,8 @@ def test_no_value_leaves_a_boot(tmp_path, monkeypatch, cold_start):
         assert not found_in(report.read_bytes())
     for name in [name for name in os.environ if name.startswith("COMPILE_CACHE_")]:
         monkeypatch.delenv(name)
-    for name, value in {**VALUES, **{n: v for n, v in environ.items() if n.startswith("COMPILE_CACHE_")}}.items():
-        monkeypatch.setenv(name, value)
-    source = str(tmp_path / "secret_model.py")
+    for name in [name for name in environ if name.startswith("COMPILE_CACHE_")]:
+        monkeypatch.setenv(name, environ[name])
     pack = next(name for name in objects if name.endswith(".pack")).rpartition("/")[2]
     explain = ("explain", "org/reader", "--source", source)
     for arguments in (("ls", "--json"), ("ls",), ("show", pack, "--files"), explain):
