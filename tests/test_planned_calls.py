@@ -9,7 +9,21 @@ import faulty_blocks
 import pytest
 import torch
 from background_blocks import Wide
-from precompiling import FIRST, SECOND, Token, boot, build, eager, finish, only_report, prediction, tensor, warm_up
+from blocks import Batched
+from precompiling import (
+    FIRST,
+    SECOND,
+    Token,
+    artifacts,
+    boot,
+    build,
+    eager,
+    finish,
+    only_report,
+    prediction,
+    tensor,
+    warm_up,
+)
 from torch import nn
 from toy_model import WideBlock
 
@@ -61,6 +75,17 @@ def test_sizes_of_the_warm_up_get_code_of_their_own_and_those_met_later_share_on
     assert [order.dynamic for order in orders(compiler)] == [()] * 4
     eager(block, tensor(7, 16))
     assert orders(compiler)[-1].dynamic == ((0, 0),)
+
+
+def test_code_that_leaves_other_sizes_open_is_a_file_of_its_own(directory):
+    block = build(Batched)
+    compiler = background(directory, block)
+    compiler.supply.release()
+    for shape in ((2, 3), (2, 4), (2, 5), (3, 5), (4, 5), (5, 6)):
+        for _ in range(2):
+            eager(block, tensor(*shape, 16))
+            assert compiler.supply.wait(600)
+    assert len(artifacts(directory)) == only_report(compiler).made
 
 
 def test_a_call_for_which_too_many_wait_is_ordered_once_they_are_made(directory, monkeypatch):

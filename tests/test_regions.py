@@ -81,8 +81,8 @@ def test_a_model_without_repeated_blocks_and_one_in_the_scope_whole_are_one_regi
         assert find_regions(model, scope) == [model]
 
 
-@pytest.mark.parametrize(("is_dynamic", "functions"), [(True, 1), (False, 2)])
-def test_with_dynamic_shapes_a_function_serves_later_sizes_and_with_static_ones_its_own(
+@pytest.mark.parametrize(("is_dynamic", "functions"), [(True, 1), (False, 2), (None, 2)])
+def test_with_dynamic_shapes_a_function_serves_later_sizes_and_otherwise_each_has_its_own(
     directory, is_dynamic, functions
 ):
     model = Root(WideBlock).eval()

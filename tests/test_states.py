@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import operator
 import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -195,8 +193,7 @@ class Block(nn.Module):
 
     def __init__(self, place: int) -> None:
         super().__init__()
-        self.place, self.own, self.weight = place, 1, nn.Parameter(torch.ones(2))
-        self.more = nn.Parameter(torch.ones(2)) if place == 2 else None
+        self.place, self.own, self.weight = place, 1, nn.Parameter(torch.ones(2 if place < 2 else 1))
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
         return x * self.weight * self.own + number
@@ -206,7 +203,7 @@ class Stored(stored_functions.Artifacts):
     """Those of one folder, whose files have no content: `Serving` knows what they do."""
 
     def _groups(self, *_: Any) -> list[Any]:
-        return [SimpleNamespace(path="precompiled/group")]
+        return [SimpleNamespace(path="precompiled")]
 
     def _group(self, *_: Any) -> Any:
         raise ArtifactError("no graphs are stored")
@@ -215,42 +212,52 @@ class Stored(stored_functions.Artifacts):
         return ()
 
 
-# Kinds of calls, functions of one instance's kind, and orders that wait.
-MOST_KINDS, MOST_FUNCTIONS, MOST_ORDERS = 5, 2, 4
-# The place of an instance, the rows of its input, and a number.
-CALLS = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 2))
-# The same with the number of the instance's own.
+# Kinds of calls, and functions of one kind of an instance, that are kept.
+MOST_KINDS, MOST_FUNCTIONS = 5, 2
+# The place of an instance, the rows of its input, and a number. A key has the number of the instance's own too.
+Told = tuple[int, int, int]
 Key = tuple[int, int, int, int]
+CALLS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=8)
+
+
+class Made(NamedTuple):
+    """A function that the second process has made: what it fits, and the instance on which it is wrong, which no guard
+    sees."""
+
+    spec: CallSpec
+    has_open_sizes: bool
+    numbers: Collection[int]
+    owns: Collection[int]
+    wrong_on: int | None
 
 
 class Serving(RuleBasedStateMachine):
-    """Instances that are called in predictions, of which several may be open. A stand-in for the second process makes
-    functions that may be wrong on some instances, which no guard sees. All else is real."""
+    """Instances that are called in predictions, of which several may be open. The second process, memory and the clock
+    are the rules'; all else is real."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.directory = CacheDirectory.claim(Path(self.folder.name))
-        # What each function depends on, and the instances on which it is wrong.
-        self.made: list[tuple[Any, ...]] = []
-        self.clock, self.has_memory, self.whole = 0, True, set[tuple[str, int]]()
-        self.marks = set[tuple[str, int]]()
+        (self.directory.path / "precompiled").mkdir()
+        self.made: list[Made] = []
+        self.clock, self.has_memory = 0, True
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(moment, "time", SimpleNamespace(monotonic=lambda: self.clock))
         self.patch.setattr(supply, "_GAP_S", 1e-6)
-        self.patch.setattr(supply, "RECOMPILE_LIMIT", MOST_ORDERS)
         self.patch.setattr(kinds_module, "RECOMPILE_LIMIT", MOST_KINDS)
         self.patch.setattr(kinds_module, "MOST_FUNCTIONS", MOST_FUNCTIONS)
         self.patch.setattr(stored_functions, "Artifacts", Stored)
         self.patch.setattr(stored_functions, "_load", lambda path: Code(partial(self.fits, path), path, self.run_code))
+        # By path and place: what whole predictions have compared, and what is marked.
+        self.whole, self.marks = set[tuple[str, int]](), set[tuple[str, int]]()
         self.boot()
 
     def teardown(self) -> None:
         try:
             if sys.exc_info()[0] is None:
-                self.has_memory = True
-                self.what_passed_serves()
-                self.nothing_hangs()
+                self.what_passed_serves_in_the_end()
+                self.all_orders_come_to_an_end()
         finally:
             self.patch.undo()
             self.folder.cleanup()
@@ -267,154 +274,142 @@ class Serving(RuleBasedStateMachine):
         self.blocks._repeated_blocks = ["Block"]
         settings = Settings(cold_start="background", unseen="background")
         self.regions = Regions(settings, self.directory, is_hit=True)
-        self.supply, self.moment = self.regions.supply, self.regions.supply.moment
-        self.supply.open()
-        self.supply._orders = orders = Orders(settings, self.directory)
-        orders.queue, orders.take = self, self.take  # type: ignore[assignment,method-assign]
+        self.regions.supply._orders = orders = Orders(settings, self.directory)
+        orders.queue = SimpleNamespace(put=self.put, waiting=0, release=int)  # type: ignore[assignment]
+        orders.take = lambda answer: (self.directory.path / answer.path).touch()  # type: ignore[method-assign]
+        self.regions.supply.open()
         self.regions.compile(self.blocks)
-        self.supply.release()
-        # Each with its call, and a list that gets the path of its function.
+        self.regions.supply.release()
+        ((self.region),) = self.regions.by_class.values()
+        # Orders with their calls, and lists that get the paths of their functions.
         self.orders: list[tuple[Order, Call, list[str]]] = []
         self.ordered: dict[tuple[int, CallSpec], list[list[str]]] = defaultdict(list)
         self.open: list[Token] = []
-        self.begun = self.clock
         self.ran: list[tuple[str, nn.Module]] = []
-        # Functions that failed. Functions and places: those that have passed, and those that serve by now.
-        self.failed: set[str] = set()
-        self.passed, self.taken, self.told = (set[tuple[str, int]]() for _ in range(3))
-        # By call: what has served it in this prediction, and what has passed on it.
-        self.codes: dict[Key, str] = {}
-        self.passed_on: dict[Key, str] = {}
-        self.called: set[Key] = set()
+        # Functions that failed; by path and place, those that have passed, and those that may serve by now.
+        self.failed, self.passed, self.taken = set[str](), set[tuple[str, int]](), set[tuple[str, int]]()
+        # What served a call in this prediction, and what was proved in it; what has passed on a call; and all calls.
+        self.codes, self.proved, self.passed_on, self.called = (
+            dict[Key, str](),
+            set[str](),
+            dict[Key, str](),
+            set[Key](),
+        )
 
     # The second process's part.
 
-    @property
-    def waiting(self) -> int:
-        return len(self.orders)
-
-    def release(self) -> None:
-        """Called at READY."""
-
     def put(self, order: Order) -> None:
-        with torch.inference_mode():
-            call, path = receive(order.call), list[str]()
-            self.orders.append((order, call, path))
-            order.dynamic or self.ordered[call[0].place, CallSpec.of(call)].append(path)
+        call, path = eager(receive, order.call), list[str]()
+        self.orders.append((order, call, path))
+        order.dynamic or self.ordered[call[0].place, eager(CallSpec.of, call)].append(path)
 
-    def take(self, answer: Answer) -> None:
-        (self.directory.path / answer.path).parent.mkdir(parents=True, exist_ok=True)
-        (self.directory.path / answer.path).touch()
+    @precondition(lambda self: self.orders)
+    @rule(
+        what=st.sampled_from(["no code", "no call", "a number", "all numbers"]),
+        has_open_sizes=st.booleans(),
+        has_any_own=st.booleans(),
+        wrong_on=st.sampled_from([None, None, None, 0, 1, 2]),
+    )
+    def answer(
+        self, what: str, has_open_sizes: bool = False, has_any_own: bool = False, wrong_on: int | None = None
+    ) -> None:
+        order, call, path = self.orders.pop(0)
+        if what == "no code":
+            order.answer.set_result(Answer(reason="torch refuses"))
+            return
+        numbers = {"no call": (), "a number": call[1][1:]}.get(what, range(9))
+        owns = range(9) if has_any_own else (call[0].own,)
+        made = Made(eager(CallSpec.of, call), has_open_sizes, numbers, owns, wrong_on)
+        self.made += [made] * (made not in self.made)
+        path.append(f"precompiled/{self.made.index(made)}.aot")
+        order.answer.set_result(Answer(path[0], files=(path[0],)))
+
+    def function(self, path: str) -> Made:
+        return self.made[int(Path(path).stem)]
 
     def fits(self, path: str, module: Block, x: torch.Tensor, number: int) -> bool:
-        spec, sizes, *fitting, _ = self.made[int(Path(path).stem)]
-        found = CallSpec.of((module, (x, number), {}))
-        is_same = found == spec if sizes == "these" else found.without_sizes == spec.without_sizes
-        return is_same and sizes != "none" and all(map(operator.contains, fitting, (number, module.own)))
+        made, spec = self.function(path), CallSpec.of((module, (x, number), {}))
+        is_kind = made.spec == spec or (made.has_open_sizes and made.spec.without_sizes == spec.without_sizes)
+        return is_kind and number in made.numbers and module.own in made.owns
 
     def run_code(self, path: str, module: Block, *args: Any) -> torch.Tensor:
         assert self.fits(path, module, *args), "a function serves what it does not fit"
         self.ran.append((path, module))
         if not self.has_memory and module not in {*self.blocks}:
             raise MemoryError("none left for a comparison")
-        return module.forward(*args) + (module.place in self.made[int(Path(path).stem)][-1])
-
-    @precondition(lambda self: self.orders)
-    @rule(
-        which=st.integers(0, MOST_ORDERS),
-        sizes=st.sampled_from(["these", "all", "all", "none"]),
-        guards=st.tuples(st.booleans(), st.booleans()),
-        wrong=st.frozensets(st.integers(0, 2), max_size=1),
-    )
-    def a_function_arrives(self, which: int, sizes: str, guards: Any = (True, True), wrong: Any = frozenset()) -> None:
-        order, call, path = self.orders.pop(which % len(self.orders))
-        values = call[1][1], call[0].own
-        fitting = [(value,) if guard else range(9) for value, guard in zip(values, guards, strict=True)]
-        with torch.inference_mode():
-            if (made := (CallSpec.of(call), sizes, *fitting, wrong)) not in self.made:
-                self.made.append(made)
-        path.append(f"precompiled/group/{self.made.index(made)}.aot")
-        order.answer.set_result(Answer(path[0], files=(path[0],)))
-
-    @precondition(lambda self: self.orders)
-    @rule(which=st.integers(0, MOST_ORDERS))
-    def no_function_can_be_made(self, which: int) -> None:
-        self.orders.pop(which % len(self.orders))[0].answer.set_result(Answer(reason="torch refuses"))
+        return module.forward(*args) + (module.place == self.function(path).wrong_on)
 
     # Predictions and their calls.
 
+    @precondition(lambda self: len(self.open) < 3)
     @rule()
     def begin(self) -> None:
-        is_taken = not self.open
-        if is_taken or self.clock - self.begun > 10:
-            self.begun, self.taken = self.clock, {*self.passed}
-            self.codes.clear()
-        self.open.append(token := Token())
-        token.is_new = is_new = self.moment.begin(token)
-        assert is_new or not is_taken or self.taken - self.marks <= self.told, "a prediction was not told of new code"
-        if is_new:
-            self.told = {*self.taken}
+        if not self.open or self.clock > 10:
+            self.take()
+        self.open.append(Token())
+        self.regions.supply.moment.begin(self.open[-1])
+
+    def take(self) -> None:
+        """Note that what has passed may serve from now on."""
+        self.clock, self.taken = 0, {*self.passed}
+        self.codes.clear(), self.proved.clear()
 
     @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, 3), is_whole=st.booleans())
+    @rule(which=st.integers(0, 2), is_whole=st.booleans())
     def end(self, which: int = -1, is_whole: bool = True) -> None:
-        self.moment.end(token := self.open.pop(which % len(self.open)), is_whole)
-        if token.is_new and not is_whole:
-            self.told.clear()
+        self.regions.supply.moment.end(self.open.pop(which % len(self.open)), is_whole)
         if is_whole and not self.open:
             self.whole |= self.passed
 
+    @precondition(lambda self: self.open)
     @rule()
     def wait(self) -> None:
         self.clock += 11
 
     @precondition(lambda self: not self.open)
-    @rule(calls=st.lists(CALLS, max_size=4), is_whole=st.booleans())
-    def warm_up(self, calls: list[tuple[int, int, int]], is_whole: bool) -> None:
-        with contextlib.suppress(InterruptedError), self.regions._watching():
-            for call in calls:
-                self.call(call)
-            if not is_whole:
-                raise InterruptedError
-            self.whole |= self.passed
+    @rule(calls=CALLS)
+    def warm_up(self, calls: list[Told]) -> None:
+        with self.regions._watching():
+            self.predict(calls, True)
+        self.whole |= self.passed
 
     @precondition(lambda self: not self.open)
-    @rule(place=st.integers(0, 2), own=st.integers(1, 3))
-    def tell(self, place: int, own: int) -> None:
+    @rule(place=st.integers(0, 2), own=st.integers(1, 2))
+    def change(self, place: int, own: int) -> None:
         self.blocks[place].own = own
 
-    @rule(calls=st.lists(CALLS, min_size=1, max_size=6), has_memory=st.sampled_from([True, True, True, False]))
-    def call_several(self, calls: list[tuple[int, int, int]], has_memory: bool) -> None:
+    @rule(calls=CALLS, has_memory=st.sampled_from([True, True, True, False]))
+    def predict(self, calls: list[Told], has_memory: bool) -> None:
         self.has_memory = has_memory
         for call in calls:
             self.call(call)
 
-    def call(self, call: tuple[int, int, int]) -> None:
-        """`served_by` is the path of the function that serves it, or empty."""
-        place, rows, number = call
-        block, x = self.blocks[place], tensor(rows, 2)
-        key = *call, block.own
+    def call(self, told: Told) -> str:
+        """Returns the path of the function that serves a call, or empty."""
+        place, rows, number = told
+        block, x, code = self.blocks[place], tensor(rows, 2), ""
+        key = *told, block.own
         if not self.open:
-            self.taken = {*self.passed}
-            self.codes.clear()
+            self.take()
         self.ran.clear()
         self.called.add(key)
-        answer, code = eager(block, x, number), ""
+        answer = eager(block, x, number)
         assert torch.equal(answer, eager(block.forward, x, number)), "a wrong answer"
         for path, module in self.ran:
+            self.proved |= {path} if len(self.open) < 2 and (path, place) in self.marks else set()
             if module is block:
                 assert (path, place) in self.taken | self.marks, "what serves was not compared, or has just passed"
                 code = path
-            elif self.has_memory and place not in self.made[int(Path(path).stem)][-1]:
+            elif self.has_memory and place != self.function(path).wrong_on:
                 self.passed.add((path, place))
                 self.passed_on[key] = path
             elif self.has_memory and len(self.open) < 2:
                 self.fail(path)
         if (before := self.codes.setdefault(key, code)) != code:
-            is_proved = code and (before or (code, place) in self.marks)
-            assert is_proved or before in self.failed, "the code of a call changed within a prediction"
+            allowed = before in self.failed or (code and (before or code in self.proved))
+            assert allowed, "what serves a call has changed within a prediction"
             self.codes[key] = code
-        self.served_by = code
+        return code
 
     def fail(self, path: str) -> None:
         self.failed.add(path)
@@ -422,43 +417,41 @@ class Serving(RuleBasedStateMachine):
             pairs -= {(path, place) for place in range(3)}
         self.passed_on = {key: passed for key, passed in self.passed_on.items() if passed != path}
 
-    # What must be.
+    # What else must be.
 
     @invariant()
     def all_is_bounded(self) -> None:
-        ((region),) = self.regions.by_class.values()
-        assert len({case.spec for case in region.supply.kinds}) <= MOST_KINDS
+        assert len({case.spec for case in self.region.supply.kinds}) <= MOST_KINDS
         for (place, _), paths in self.ordered.items():
             others = {path for path, other in self.passed if other != place}
             assert sum(not {*path} & (others | self.failed) for path in paths) <= MOST_FUNCTIONS
 
-    def what_passed_serves(self) -> None:
-        """In the end, also if predictions always overlap."""
-        for place, rows, number, own in self.passed_on:
+    def what_passed_serves_in_the_end(self) -> None:
+        """Also if predictions always overlap."""
+        for *told, own in self.passed_on:
             self.wait()
             self.begin()
-            self.blocks[place].own = own
-            self.call((place, rows, number))
-            assert self.served_by, "what has passed does not serve"
+            self.blocks[told[0]].own = own
+            assert self.call(tuple(told)), "what has passed does not serve"
 
-    def nothing_hangs(self) -> None:
-        """If all orders are answered, all calls are served by functions in the end, or eager for a reason."""
+    def all_orders_come_to_an_end(self) -> None:
+        """If they are answered, each call is served by a function in the end, or is eager for a reason."""
+        self.has_memory = True
         while self.open:
             self.end()
-        ((region),) = self.regions.by_class.values()
         for place, rows, number, own in [*self.called]:
             self.blocks[place].own = own
             for _ in range(250):
                 self.begin()
-                self.call((place, rows, number))
+                code = self.call((place, rows, number))
                 self.end()
-                found = eager(region.supply.kinds.case, (self.blocks[place], (tensor(rows, 2), number), {}))
-                if self.served_by or isinstance(found, str) or found[0].state is State.EAGER:
+                case = eager(self.region.supply.kinds.case, (self.blocks[place], (tensor(rows, 2), number), {}))[0]
+                if code or isinstance(case, str) or case.state is State.EAGER:
                     break
-                if found[0].unended.get(self.blocks[place]) == LEFT_OUT:
+                if case.unended.get(self.blocks[place]) == LEFT_OUT:
                     break
                 while self.orders:
-                    self.a_function_arrives(0, "these")
+                    self.answer("a number")
             else:
                 raise AssertionError("a call is eager for no reason")
 

@@ -190,6 +190,7 @@ class Record:
     | `modules`, `globals` | the names of what the guards and the compiled function read |
     | `torch_key`, `triton_key` | the digests of torch's own sources, and of Triton's |
     | `host` | for a function with C++ kernels: the CPU's instructions and the number of threads |
+    | `sizes` | in a group of all sizes, those of the call that it was made for: others may need another function |
     """
 
     files: dict[str, str]
@@ -202,6 +203,7 @@ class Record:
     torch_key: str
     triton_key: str
     host: dict[str, str]
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, compilation: Compilation, guards: list[RecordedGuard], salt: str) -> Record:

@@ -14,7 +14,7 @@ import json
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,7 +230,7 @@ class Artifacts:
             NotPrecompilable, ArtifactError: no function can serve this call in another process.
             OSError: the cache directory cannot be written.
         """
-        group = self._groups(CallSpec.of(call), call)[0]
+        group = self._groups(spec := CallSpec.of(call), call)[0]
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         if group.path in self._not_precompilable:
@@ -238,6 +238,7 @@ class Artifacts:
         try:
             with self._without_leftovers():
                 record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
+                record = replace(record, sizes=() if self._dynamic is False else spec.sizes)
         except NotPrecompilable as error:
             self._not_precompilable[group.path] = str(error)
             raise

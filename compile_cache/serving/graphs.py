@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from compile_cache.calls.spec import GLOBAL_HOOKS, Call, Parts
-from compile_cache.errors import Failure, NoGraph, log
+from compile_cache.errors import Failure, GraphNotStored, NoGraph, log
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and_compare
-from compile_cache.serving.kinds import Case, State
+from compile_cache.serving.kinds import LEFT_OUT, Case, State
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Graphs
@@ -92,7 +92,8 @@ class ServedByGraphs:
         if isinstance(outcome, Check):
             report.note_error(outcome.error, outcome.tolerance)
             if outcome.passed:
-                self._passed.setdefault(module, {})[like] = self._is_whole
+                if like is not None:  # else no later call is known to be like it
+                    self._passed.setdefault(module, {})[like] = self._is_whole
                 case.has_graphs = case.move(State.EAGER) or case.has_graphs
                 report.take_step("graphs")
                 return
@@ -102,6 +103,9 @@ class ServedByGraphs:
             if isinstance(error, NoGraph):  # the call that missed a stored graph is ordered when it comes again
                 if record is not None:
                     supply.boot.reject(record.path, str(error))
+                elif isinstance(error, GraphNotStored):  # the next round would not find it either
+                    case.unended[module] = LEFT_OUT
+                    report.note_eager(f"another instance needs graphs of its own: {error}", case.spec)
                 return
             reason = Failure(error).reason
         case.has_graphs = False
@@ -114,7 +118,7 @@ class ServedByGraphs:
         if like in self._passed.get(call[0], ()):
             self._region.settle(call, like, case, _Looked(call))
             return self.serve(call, like)
-        if self._region.supply.boot.is_warming_up:
+        if self._region.supply.boot.is_warming_up and case.unended.get(call[0]) != LEFT_OUT:
             return self.trace(case, None, call, like)
         return self._region.wait(case, call, like)
 
