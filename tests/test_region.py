@@ -363,7 +363,7 @@ def test_a_stored_graph_that_is_gone_is_not_compiled_in_the_setup_but_ordered(di
         assert (only_report(compiler).step, compiler.supply.waiting) == ("eager", 1)
 
 
-def test_an_instance_whose_graph_is_not_stored_is_eager_beside_one_whose_graph_is(directory, monkeypatch):
+def test_an_instance_whose_graph_is_not_stored_is_ordered_beside_one_whose_graph_is(directory, monkeypatch):
     module = build(Halved)
     warmed(directory, module)
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda *_, **__: pytest.fail("compiled"))
@@ -373,9 +373,25 @@ def test_an_instance_whose_graph_is_not_stored_is_eager_beside_one_whose_graph_i
     close(predict(stored, tensor()), eager(build(Halved), tensor()))
     close(predict(other, tensor()), eager(build(Halved, 2.0), tensor()))
     halved, idle = (region.report for region in compiler.by_class.values())
-    assert (halved.settled, compiler.by_class[Halved].served) == ("eager", {"eager": 4, "graphs": 2})
-    assert "another instance needs graphs of its own" in halved.reason
+    assert (halved.settled, halved.waiting, compiler.supply.waiting) == ("graphs", 1, 1)
+    assert compiler.by_class[Halved].served == {"eager": 4, "graphs": 2}
     assert "another torch.compile" not in idle.reason
+
+
+def test_instances_that_need_graphs_of_their_own_get_them_and_the_next_boot_orders_none(directory):
+    for orders in (3, 0):
+        modules = [build(Halved, factor) for factor in (1.0, 2.0, 3.0)]
+        compiler = boot(directory, *modules)
+        warm_up(compiler, lambda modules=modules: [module(tensor()) for module in modules])
+        (region,) = compiler.by_class.values()
+        before = region.served.copy()
+        for factor, module in zip((1.0, 2.0, 3.0), modules, strict=True):
+            close(predict(module, tensor()), eager(build(Halved, factor), tensor()))
+        assert (region.served - before, region.report.step) == ({"graphs": 3}, "graphs")
+        assert (next(compiler.supply.orders().queue._numbers), len(list(directory.path.rglob("*.graphs")))) == (
+            orders,
+            1,
+        )
 
 
 class Scaled(Product):

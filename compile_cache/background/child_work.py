@@ -36,8 +36,9 @@ _MOST_S = 60.0
 
 
 def start_making(setup: bytes) -> Callable[[bytes], bytes]:
-    """A function that takes a pickled call, `ServerState` and `Dimensions`, and returns a pickled `Answer`. `setup` has
-    the pickled settings, the folder in which the process compiles, whether it hurries, and the main program's file."""
+    """A function that takes a pickled call, `ServerState`, `Dimensions` and record, and returns a pickled `Answer`.
+    `setup` has the pickled settings, the folder in which the process compiles, whether it hurries, and the main
+    program's file."""
     maker = _Maker(*pickle.loads(setup))
     return lambda order: pickle.dumps(maker.answer(*pickle.loads(order)))
 
@@ -55,12 +56,12 @@ class _Maker:
         self._settings = settings
         self._told = {path for path, _ in scan_folder(self._path)}
 
-    def answer(self, call: bytes, state: ServerState, dynamic: Dimensions) -> Answer:
+    def answer(self, call: bytes, state: ServerState, dynamic: Dimensions, record: str = "") -> Answer:
         """Compile one kind of call."""
         started = time.perf_counter()
         self._pace.begin_order()
         try:
-            answer = self._made(call, state, dynamic)
+            answer = self._made(call, state, dynamic, record)
         except (NotHandedOver, ArtifactError) as error:
             answer = Answer(reason=str(error))
         finally:
@@ -70,13 +71,13 @@ class _Maker:
         files = self._new_files(answer.path) if answer.path else ()
         return replace(answer, files=files, seconds=time.perf_counter() - started)
 
-    def _made(self, content: bytes, state: ServerState, dynamic: Dimensions) -> Answer:
+    def _made(self, content: bytes, state: ServerState, dynamic: Dimensions, record: str) -> Answer:
         call = receive(content)
         with state.applied():
             settings = replace(self._settings, dynamic=None) if dynamic else self._settings
             # New for each order, so that no artifact of an earlier order is found.
             artifacts = Artifacts(settings, self._path)
-            graphs = Graphs(type(call[0]).__name__, settings.mode, settings.dynamic)
+            graphs = Graphs(type(call[0]).__name__, settings.mode, bool(settings.dynamic))
             shadow = Shadow(call)
             pause = self._pace.measurement if on_gpu(call) else contextlib.nullcontext
 
@@ -84,7 +85,7 @@ class _Maker:
                 torch.cuda.empty_cache()  # the server and its predictions may need that memory
                 return shadow.copied()
 
-            answer = make(artifacts, graphs, copies, dynamic, pause)
+            answer = make(artifacts, graphs, copies, dynamic, pause, record)
         if answer.is_precompiled:
             return answer
         later = "; its graphs are in the store" if answer.path else ""

@@ -62,7 +62,8 @@ _REWRITTEN = (".best_config",)
 @dataclass(slots=True, eq=False)
 class Order:
     """A call for which code is wanted: the bytes of `hand_over`, whether all its tensors are on a GPU, and the sizes
-    that the code leaves open. Orders of the lowest `rank` come first.
+    that the code leaves open. Orders of the lowest `rank` come first. `record` is the record of graphs that the server
+    has of such calls, to which this one's are added.
 
     `state` is the server's, taken once the call was served. `answer` is set on the queue's thread; `close` cancels it.
     """
@@ -72,6 +73,7 @@ class Order:
     call: bytes
     is_on_gpu: bool = False
     dynamic: Dimensions = ()
+    record: str = ""
     state: ServerState | None = None
     answer: Future[Answer] = field(default_factory=Future)
 
@@ -86,13 +88,15 @@ class Orders:
         self._log = directory.logs / "compiling.log"
         self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S)
 
-    def pack(self, name: str, call: Call, dynamic: Dimensions, rank: tuple[int, ...], shares_weights: bool) -> Order:
+    def pack(
+        self, name: str, call: Call, dynamic: Dimensions, rank: tuple[int, ...], shares_weights: bool, record: str = ""
+    ) -> Order:
         """An order of code for a call that is not served yet.
 
         Raises:
             NotHandedOver: no other process can build this call.
         """
-        return Order(name, rank, hand_over(call, shares_weights), on_gpu(call), dynamic)
+        return Order(name, rank, hand_over(call, shares_weights), on_gpu(call), dynamic, record)
 
     def submit(self, order: Order) -> None:
         """Queue an order whose call this thread has just served eager.
@@ -264,7 +268,7 @@ class OrderQueue:
             OrderFailed, ProcessDied: of the last try.
         """
         try:
-            content = pickle.dumps((order.call, order.state, order.dynamic))
+            content = pickle.dumps((order.call, order.state, order.dynamic, order.record))
             process = self._ensure_process()
             log.info("background.begin call=%s waiting=%d", order.name, self.waiting)
             answer: Answer = pickle.loads(process.answer(content, self._limit_s))

@@ -141,6 +141,7 @@ def make(
     copies: Callable[[], Call],
     dynamic: Dimensions = (),
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    record: str = "",
 ) -> Answer:
     """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
     time. If torch refuses the second step, its graphs are recorded, if they can be taken out of stored files.
@@ -150,6 +151,7 @@ def make(
         copies: a new copy of the call, because runs may change it.
         dynamic: the sizes that the code leaves open.
         pause: a context around measurements on the GPU.
+        record: the record of graphs for such calls to which these are added, if there is one.
 
     Raises:
         CompileCacheError: no code may be made for this call.
@@ -170,21 +172,21 @@ def make(
             reason += "; a branch depends on the values of tensors, which the second process does not know"
         if traced.depends_on_data or dynamic:
             raise ArtifactError(reason) from error
-        return replace(_graphs_made(artifacts, graphs, copies, reason), has_found=has_found)
+        return replace(_graphs_made(artifacts, graphs, copies, reason, record), has_found=has_found)
     with pause():
         times = attempt(compare_speed, function, copies)
     compiled_ms, eager_ms = (0.0, 0.0) if isinstance(times, Failure) else times
     return Answer(function.path, "", compiled_ms, eager_ms, has_found=has_found)
 
 
-def _graphs_made(artifacts: Artifacts, graphs: Graphs, copies: Callable[[], Call], reason: str) -> Answer:
+def _graphs_made(artifacts: Artifacts, graphs: Graphs, copies: Callable[[], Call], reason: str, record: str) -> Answer:
     """A call of which graphs alone were made. Its record is written if they are found now: Inductor stores not every
     graph."""
     forget_graphs()
     try:
         with out_of_stored_files():
             traced = trace(Graphs(*graphs.given), copies)
-        return Answer(artifacts.write_graphs(copies(), traced.tracing_s, reason), reason)
+        return Answer(record or artifacts.write_graphs(copies(), traced.tracing_s, reason), reason)
     except GraphNotStored:
         return Answer(reason=f"{reason}; torch does not store its graphs")
     except ArtifactError as error:

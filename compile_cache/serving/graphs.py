@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from compile_cache.calls.spec import GLOBAL_HOOKS, Call, Parts
-from compile_cache.errors import Failure, GraphNotStored, NoGraph, log
+from compile_cache.errors import Failure, GraphNotStored, NoGraph, attempt, log
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and_compare
 from compile_cache.serving.kinds import LEFT_OUT, Case, State
@@ -54,19 +54,23 @@ class ServedByGraphs:
         from compile_cache.inductor.make import Graphs
 
         settings = self._region.supply.boot.settings
-        return Graphs(self._region.report.name, settings.mode, settings.dynamic)
+        return Graphs(self._region.report.name, settings.mode, bool(settings.dynamic))
 
     def trace(self, case: Case, record: GraphsRecord | None, call: Call, like: Hashable) -> Any:
-        """Serve a call of the warm-up eager, and compare its graphs on a copy. The first call of a case has a
-        `record`."""
-        region = self._region
+        """Serve a call of the warm-up eager, and compare its graphs on a copy. The first call of a case has a `record`.
+        A later one may need graphs of its own, as where a number of the instance is a part of the code."""
+        region, boot = self._region, self._region.supply.boot
         if record is not None:
             region.report.note_not_precompiled(record.reason)
-            region.supply.boot.tracing_s -= record.seconds
+            boot.tracing_s -= record.seconds
             log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
-        conclude = partial(self._conclude, case, record, call[0], like)
+        elif boot.tracing_s <= 0:
+            region.report.note_eager("no time is left in the setup to trace its graphs", case.spec)
+            return region.wait(case, call, like)
+        order = attempt(region.supply.pack, case, call) if record is None else None
+        conclude = partial(self._conclude, case, record, order, call[0], like)
         eager = partial(region.serve_eager, call)
-        return answer_and_compare(call, eager, partial(self._trace, like), region.supply.boot.moment, conclude)
+        return answer_and_compare(call, eager, partial(self._trace, like), boot.moment, conclude)
 
     def _trace(self, like: Hashable, *copy: Any) -> Any:
         """The answer of graphs that exist, or that are found in stored files.
@@ -85,40 +89,44 @@ class ServedByGraphs:
         return traced.answer
 
     def _conclude(
-        self, case: Case, record: GraphsRecord | None, module: nn.Module, like: Hashable, outcome: Outcome
+        self, case: Case, record: GraphsRecord | None, order: Any, module: nn.Module, like: Hashable, outcome: Outcome
     ) -> None:
         supply, report = self._region.supply, self._region.report
-        report.wait_for(supply.kinds)
+        error = outcome.error if isinstance(outcome, Unended) else outcome
         if isinstance(outcome, Check):
             report.note_error(outcome.error, outcome.tolerance)
-            if outcome.passed:
-                if like is not None:  # else no later call is known to be like it
-                    self._passed.setdefault(module, {})[like] = self._is_whole
-                case.has_graphs = case.move(State.EAGER) or case.has_graphs
-                report.take_step("graphs")
-                return
-            reason = outcome.difference
-        else:
-            error = outcome.error if isinstance(outcome, Unended) else outcome
-            if isinstance(error, NoGraph):  # the call that missed a stored graph is ordered when it comes again
-                if record is not None:
-                    supply.boot.reject(record.path, str(error))
-                elif isinstance(error, GraphNotStored):  # the next round would not find it either
-                    case.unended[module] = LEFT_OUT
-                    report.note_eager(f"another instance needs graphs of its own: {error}", case.spec)
-                return
-            reason = Failure(error).reason
-        case.has_graphs = False
-        case.move(State.EAGER)
-        report.note_eager(f"its graphs: {reason}", case.spec)
+        if isinstance(outcome, Check) and outcome.passed:
+            case.unended.pop(module)
+            if like is not None:  # else no later call is known to be like it
+                self._passed.setdefault(module, {})[like] = self._is_whole
+            if record is not None and case.move(State.EAGER):
+                case.graphs = record.path
+            report.take_step("graphs")
+            for owner in (case.graphs, supply.owner):
+                supply.boot.directory.publishable.release(owner)
+        elif isinstance(error, GraphNotStored) and record is not None:  # the next such call is ordered
+            supply.boot.reject(record.path, str(error))
+        elif isinstance(error, GraphNotStored) and not case.unended.get(module) and not isinstance(order, Failure):
+            case.unended[module] = 1
+            supply.order(case, order)
+        elif not isinstance(error, NoGraph) or isinstance(error, GraphNotStored):
+            reason = error.difference if isinstance(error, Check) else Failure(error).reason
+            report.note_eager(f"its graphs: {reason}", case.spec)
+            case.unended[module] = LEFT_OUT
+            if isinstance(outcome, Check) or record is not None:
+                path, case.graphs = record.path if record is not None else case.graphs, ""
+                case.move(State.EAGER)
+                supply.boot.reject(path, reason)
+        report.wait_for(supply.kinds)
 
     def serve_case(self, case: Case, call: Call, like: Hashable) -> Any:
         """Serve a call of a case that graphs serve, if they were compared on this instance. In the warm-up, they are
-        now."""
+        now, unless those of its own are still ordered."""
         if like in self._passed.get(call[0], ()):
             self._region.settle(call, like, case, _Looked(call))
             return self.serve(call, like)
-        if self._region.supply.boot.is_warming_up and case.unended.get(call[0]) != LEFT_OUT:
+        boot, unended = self._region.supply.boot, case.unended.get(call[0], 0)
+        if boot.is_warming_up and unended != LEFT_OUT and not (unended and boot.waiting):
             return self.trace(case, None, call, like)
         return self._region.wait(case, call, like)
 

@@ -72,7 +72,7 @@ class Case:
     | `function` | what serves them, once it has arrived |
     | `passed` | the instances that made such calls and still exist, and whether the function has passed on them |
     | `unended` | by instance, how many comparisons have not ended; `LEFT_OUT` if no more are made |
-    | `has_graphs` | whether graphs of `torch.compile` serve its calls in place of a function |
+    | `graphs` | the record of the graphs of `torch.compile` that serve its calls in place of a function |
     | `claimant` | the call that looks for a function, orders one or compares it: one at a time |
     """
 
@@ -81,7 +81,7 @@ class Case:
     function: Precompiled | None = None
     passed: OfEach[bool] = field(default_factory=OfEach)
     unended: OfEach[int] = field(default_factory=OfEach)
-    has_graphs: bool = False
+    graphs: str = ""
     claimant: Call | None = None
 
     def subject(self, module: nn.Module) -> tuple[Case, int]:

@@ -141,7 +141,7 @@ class Region:
                 return self._serve_claimed(case, function, call, like)
         finally:
             case.give_back(call)
-        if case.has_graphs:
+        if case.graphs:
             return self._graphs.serve_case(case, call, like)
         return self.wait(case, call, like)
 

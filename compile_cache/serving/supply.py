@@ -379,7 +379,7 @@ class RegionSupply:
             raise NotHandedOver(orders)
         name = f"{self.report.name} {case.spec}"
         rank = (not self.boot.is_warming_up, self.boot.kinds.index(self.kinds))
-        order = orders.pack(name, call, case.spec.open, rank, self.shares_weights)
+        order = orders.pack(name, call, case.spec.open, rank, self.shares_weights, case.graphs)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
         order.answer.add_done_callback(lambda answer: context.run(self._receive, case, name, answer))
@@ -411,10 +411,10 @@ class RegionSupply:
                 self.boot.moment.note(case, lambda: None)
 
     def _hand_over(self, answer: Answer) -> None:
-        """Let what was made of a call be published: a function, once it was compared. If graphs were found, those of
-        another version are this one's too."""
+        """Let what was made of a call be published, once it was compared; graphs at once if this boot compares none any
+        more. If graphs were found, those of another version are this one's too."""
         publishable, record = self.boot.directory.publishable, [answer.path] if answer.path else []
-        wait_s = UNPROVED_S if answer.function is not None else 0.0
+        wait_s = UNPROVED_S if answer.function is not None or self.boot.late is not None else 0.0
         publishable.hand_over(record, answer.path, wait_s)
         publishable.hand_over({path for path in answer.files if not has_artifacts([path])}, self.owner, wait_s)
         if record and answer.has_found:
