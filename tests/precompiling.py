@@ -114,6 +114,7 @@ def find(where: CacheDirectory | Artifacts, module: nn.Module, *args: Any, **kwa
 def loaded(directory: CacheDirectory, settings: Settings | None = None) -> Artifacts:
     """The artifacts of a next boot."""
     compiler = Regions(resolve_cold_start(settings or Settings()), directory)
+    compiler.supply.open()
     assert isinstance(compiler.supply.artifacts, Artifacts)
     return compiler.supply.artifacts
 

@@ -6,6 +6,7 @@ The blocks multiply matrices, which compiles in half a second, without a C++ com
 from __future__ import annotations
 
 import gc
+import importlib
 import linecache
 import shutil
 import sys
@@ -524,9 +525,11 @@ def test_a_graph_pass_that_fails_costs_the_step_and_inputs_are_changed_once(shar
 
 @pytest.mark.parametrize("name", ["torch._C._get_sdp_priority_order", "torch._dynamo.guards.GuardsStatePickler"])
 def test_a_torch_without_a_private_name_costs_the_compiled_code_alone(directory, monkeypatch, name):
-    for needing in ("aot", "stored_functions", "guards", "function", "lean_loading", "torch_state"):
-        monkeypatch.delitem(sys.modules, f"compile_cache.inductor.{needing}")
-    monkeypatch.delitem(sys.modules, "compile_cache.background.orders", raising=False)
+    inductor = ("aot", "stored_functions", "guards", "function", "lean_loading", "torch_state")
+    for needing in (*(f"inductor.{module}" for module in inductor), "background.orders"):
+        module = importlib.import_module(f"compile_cache.{needing}")
+        monkeypatch.setattr(f"compile_cache.{needing}", module)  # also the package has it again afterwards
+        monkeypatch.delitem(sys.modules, module.__name__)
     monkeypatch.delattr(name)
     module = build(Product)
     compiler = boot(directory, module)

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,11 +213,11 @@ class Stored(stored_functions.Artifacts):
 
 
 # Kinds of calls, and functions of one kind of an instance, that are kept.
-MOST_KINDS, MOST_FUNCTIONS = 5, 2
+MOST_KINDS, MOST_FUNCTIONS = 3, 2
 # The place of an instance, the rows of its input, and a number. A key has the number of the instance's own too.
 Told = tuple[int, int, int]
 Key = tuple[int, int, int, int]
-CALLS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=8)
+CALLS = st.lists(st.tuples(st.sampled_from([0, 0, 1, 1, 2]), st.integers(1, 2), st.integers(1, 2)), max_size=8)
 
 
 class Made(NamedTuple):
@@ -247,6 +247,7 @@ class Serving(RuleBasedStateMachine):
         self.patch.setattr(supply, "_GAP_S", 1e-6)
         self.patch.setattr(kinds_module, "RECOMPILE_LIMIT", MOST_KINDS)
         self.patch.setattr(kinds_module, "MOST_FUNCTIONS", MOST_FUNCTIONS)
+        self.patch.setattr(kinds_module, "_SIZES_BEFORE_OPEN", 2)
         self.patch.setattr(stored_functions, "Artifacts", Stored)
         self.patch.setattr(stored_functions, "_load", lambda path: Code(partial(self.fits, path), path, self.run_code))
         # By path and place: what whole predictions have compared, and what is marked.
@@ -303,7 +304,7 @@ class Serving(RuleBasedStateMachine):
     @precondition(lambda self: self.orders)
     @rule(
         most=st.integers(1, 4),
-        what=st.sampled_from(["no code", "no call", *["a number", "all numbers"] * 3]),
+        what=st.sampled_from(["no code", "no call", *["a number", "all numbers"] * 4]),
         has_open_sizes=st.booleans(),
         has_any_own=st.booleans(),
         wrong_on=st.sampled_from([None, None, None, 0, 1, 2]),
@@ -339,12 +340,14 @@ class Serving(RuleBasedStateMachine):
     # Predictions and their calls.
 
     @precondition(lambda self: len(self.open) < 3)
-    @rule()
-    def begin(self) -> None:
+    @rule(after_s=st.sampled_from([0, 0, 11]), calls=CALLS)
+    def begin(self, after_s: int = 0, calls: Sequence[Told] = ()) -> None:
+        self.clock += after_s
         if not self.open or self.clock - self.taken_at > 10:
             self.take()
         self.open.append(Token())
         self.regions.supply.moment.begin(self.open[-1])
+        self.go_on(calls, True)
 
     def take(self) -> None:
         """Note that what has passed may serve from now on."""
@@ -358,16 +361,11 @@ class Serving(RuleBasedStateMachine):
         if is_whole and not self.open:
             self.whole |= self.passed
 
-    @precondition(lambda self: self.open)
-    @rule()
-    def wait(self) -> None:
-        self.clock += 11
-
     @precondition(lambda self: not self.open)
     @rule(calls=CALLS)
-    def warm_up(self, calls: list[Told]) -> None:
+    def warm_up(self, calls: Sequence[Told]) -> None:
         with self.regions._watching():
-            self.predict(calls, True)
+            self.go_on(calls, True)
         self.whole |= self.passed
 
     @precondition(lambda self: not self.open)
@@ -376,7 +374,7 @@ class Serving(RuleBasedStateMachine):
         self.blocks[place].own = own
 
     @rule(calls=CALLS, has_memory=st.sampled_from([True, True, True, False]))
-    def predict(self, calls: list[Told], has_memory: bool) -> None:
+    def go_on(self, calls: Sequence[Told], has_memory: bool) -> None:
         self.has_memory = has_memory
         for call in calls:
             self.call(call)
@@ -426,8 +424,7 @@ class Serving(RuleBasedStateMachine):
     def what_passed_serves_in_the_end(self) -> None:
         """Also if predictions always overlap."""
         for *told, own in self.passed_on:
-            self.wait()
-            self.begin()
+            self.begin(11)
             self.blocks[told[0]].own = own
             assert self.call(tuple(told)), "what has passed does not serve"
 

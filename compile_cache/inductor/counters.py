@@ -57,12 +57,6 @@ class CompileCounts:
 
 def read_counts() -> CompileCounts:
     """The totals of this process. Takes microseconds and imports nothing; without torch all counts are zero."""
-    counts = _torch_counts()
-    counts.precompiled_loaded, counts.precompiled_made = _precompiled["loaded"], _precompiled["made"]
-    return counts
-
-
-def _torch_counts() -> CompileCounts:
     utils = sys.modules.get("torch._dynamo.utils")  # None if this process has not imported torch's compiler
     counters: Mapping[str, Mapping[str, Any]] = getattr(utils, "counters", {})
     # One step copies the counters, because another thread may be compiling.
@@ -77,6 +71,8 @@ def _torch_counts() -> CompileCounts:
         aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
         aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
         benchmarks=sum(len(times) for name, times in timed.items() if name.endswith(_MEASUREMENTS)),
+        precompiled_loaded=_precompiled["loaded"],
+        precompiled_made=_precompiled["made"],
     )
 
 
