@@ -332,7 +332,7 @@ def check(results: Sequence[Result]) -> dict[str, bool]:
                 found.error <= tolerance for found in patched
             ),
             f"{name}: no request waits for a compiler": not any(found.waited for found in patched),
-            f"{name}: READY at most {_LATE:g} × untouched + {_LATE_S:g} s, and what CACHED took": all(
+            f"{name}: READY at most {_LATE:g} × untouched + {_LATE_S:g} s, and what graphs took": all(
                 found.ready_s - found.import_s <= limit_s + found.cached_s for found in patched
             ),
             f"{name}: the last boot makes nothing": not last.made and last.failed <= first.failed,

@@ -22,6 +22,10 @@ class OfEach(MutableMapping[Any, T]):
         """Its value. It takes less time than that of a mapping in general."""
         return held[1] if (held := self._held.get(id(one))) else default
 
+    def values(self) -> list[T]:  # type: ignore[override]
+        """All values. Other threads may change them meanwhile."""
+        return [value for _, value in list(self._held.values())]
+
     def pop(self, one: Any, default: Any = None) -> Any:
         """Forget its value, and return it. Several threads may ask at once."""
         return held[1] if (held := self._held.pop(id(one), None)) else default

@@ -70,7 +70,7 @@ def failures(cold: DemoBoot, restored: DemoBoot) -> list[str]:
     below = {region["name"]: region["step"] for region in report["regions"] if region["step"] not in RESTORED_STEPS}
     found = []
     if not report["fully_cached"]:
-        found.append(f"the restored boot was not fully cached: anew {anew}, regions below cached {below}")
+        found.append(f"the restored boot was not fully cached: anew {anew}, regions below graphs {below}")
     if compiled := restored.prediction.metrics["compiled_now"]:
         found.append(f"the first prediction after READY compiled {compiled} graphs")
     if restored.prediction.answer != cold.prediction.answer:

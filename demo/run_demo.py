@@ -2,8 +2,8 @@
 
     make demo
 
-Exits with 1 unless the restored boots compiled nothing, with every region precompiled or cached, and gave the cold
-boots' answers, and 99 % of the sums are right.
+Exits with 1 unless the restored boots compiled nothing, with every region precompiled or served by graphs, and gave
+the cold boots' answers, and 99 % of the sums are right.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class PrivateNames:
 NO_CALL = "everything: the model stays eager"
 NO_FUNCTION = "functions compiled ahead of time"
 NO_BACKGROUND = "compiling in the background"
-NO_COMPILER = "compiling in this process"
+NO_COMPILER = "compiling, and graphs"
 SLOWER_BOOT = "0.1 to 1 s of a boot"
 NO_MODES = "calls on a `ModelThread`"
 TUNED_AGAIN = "the filter of stored kernels; warm boots may tune again"

@@ -18,6 +18,7 @@ from torch import nn
 
 from compile_cache.background import child
 from compile_cache.calls.spec import CallSpec
+from compile_cache.inductor.counters import repeated
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.inductor.torch_state import precisions, set_precisions
@@ -61,7 +62,7 @@ def warm_up(compiler: Regions, call: Callable[[], Any], until_s: float = math.in
     """The last answer to a call in the warm-up, which waits for compiles that begin before `until_s`."""
     answers: list[Any] = []
     with torch.inference_mode():
-        compiler.warm_up(lambda: answers.append(call()), until_s)
+        repeated(lambda: compiler.warm_up(lambda: answers.append(call()), until_s))
     return answers[-1]
 
 

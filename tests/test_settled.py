@@ -37,7 +37,6 @@ from compile_cache.serving import region as routing
 from compile_cache.serving.comparison import Comparison
 from compile_cache.serving.kinds import State
 from compile_cache.serving.region import Region
-from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 
@@ -403,28 +402,6 @@ def arrived(directory) -> Callable[[type[Block]], tuple[Block, Regions, Region]]
     return make
 
 
-@pytest.mark.parametrize("where", [(RegionReport, "take_step"), (Region, "_serve_known")])
-def test_code_that_another_thread_drops_while_it_is_taken_or_serves_a_call_serves_no_later_one(
-    arrived, monkeypatch, where
-):
-    block, compiler, region = arrived(Block)
-    with prediction(compiler.supply.moment):
-        eager(block, tensor())
-    (case,), real = region.supply.kinds, getattr(*where)
-    assert case.serves_any
-
-    def drop(*inputs: Any) -> Any:
-        region.supply.drop(case, "another thread gave it up")
-        return real(*inputs)
-
-    monkeypatch.setattr(*where, drop)
-    for step in ("eager" if where[0] is RegionReport else "precompiled", "eager"):
-        with prediction(compiler.supply.moment):
-            assert step_of(compiler, block) == step
-    assert case.state is State.EAGER
-    assert "another thread gave it up" in region.report.reason
-
-
 class Drawing(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, self.weight) + torch.rand(1)
@@ -499,17 +476,6 @@ def test_a_difference_while_another_prediction_is_open_is_no_reason_to_drop_code
     assert "not compared with eager: while other predictions were open" in region.report.reason
     with prediction(moment):
         assert step_of(compiler, block) == "precompiled"
-
-
-def test_an_instance_that_is_first_called_late_has_one_code_in_a_prediction(directory):
-    blocks = [build(Block), build(Block)]
-    compiler = boot(directory, nn.ModuleList(blocks), settings=PRECOMPILED)
-    warm_up(compiler, lambda: blocks[0](tensor()))
-    found = []
-    for _ in range(2):
-        with prediction(compiler.supply.moment):
-            found += [[step_of(compiler, block) for _ in range(3)] for block in blocks]
-    assert found == [["precompiled"] * 3, ["eager"] * 3, ["precompiled"] * 3, ["precompiled"] * 3]
 
 
 def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(directory, monkeypatch):

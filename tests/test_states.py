@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from precompiling import Token, eager, tensor
@@ -107,6 +108,15 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     own = case_of(kinds, module, seventh)
     assert (own.spec.open, own.state) == ((), State.NEW)
     assert case_of(kinds, module, seventh) is own
+
+
+def test_an_instance_that_a_function_does_not_fit_leaves_its_case():
+    kinds, module, other = Kinds(), nn.Identity(), nn.Identity()
+    case = case_of(kinds, module, 1)
+    assert case_of(kinds, other, 2) is case
+    arrive(case, Code(lambda _, number: number == 1))
+    assert case_of(kinds, other, 2) is not case
+    assert case.instances(False) == [module]
 
 
 def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_length():
@@ -212,6 +222,7 @@ class Stored(stored_functions.Artifacts):
         return ()
 
 
+BACKGROUND = Settings(cold_start="background", unseen="background")
 # Kinds of calls, and functions of one kind of an instance, that are kept.
 MOST_KINDS, MOST_FUNCTIONS = 3, 2
 # The place of an instance, the rows of its input, and a number. A key has the number of the instance's own too.
@@ -272,15 +283,14 @@ class Serving(RuleBasedStateMachine):
         self.whole = {*self.marks}
         self.blocks = nn.ModuleList(map(Block, range(3)))
         self.blocks._repeated_blocks = ["Block"]
-        settings = Settings(cold_start="background", unseen="background")
-        self.regions = Regions(settings, self.directory, is_hit=True)
-        self.regions.supply._orders = orders = Orders(settings, self.directory)
+        self.regions = Regions(BACKGROUND, self.directory, is_hit=True)
+        self.regions.supply._orders = orders = Orders(BACKGROUND, self.directory)
         orders.queue = SimpleNamespace(put=self.put, waiting=0, release=int)  # type: ignore[assignment]
         orders.take = lambda answer: (self.directory.path / answer.path).touch()  # type: ignore[method-assign]
         self.regions.supply.open()
         self.regions.compile(self.blocks)
         self.regions.supply.release()
-        ((self.region),) = self.regions.by_class.values()
+        (self.region,) = self.regions.by_class.values()
         # Orders with their calls, and lists that get the paths of their functions.
         self.orders: list[tuple[Order, Call, list[str]]] = []
         self.ordered: dict[tuple[int, CallSpec], list[list[str]]] = defaultdict(list)
@@ -288,9 +298,8 @@ class Serving(RuleBasedStateMachine):
         self.ran: list[tuple[str, nn.Module]] = []
         # Functions that failed; by path and place, those that have passed, and those that may serve by now.
         self.failed, self.passed, self.taken = set[str](), set[tuple[str, int]](), set[tuple[str, int]]()
-        # What served a call in this prediction, and what was proved in it; what has passed on a call; all calls.
-        self.codes, self.proved, self.passed_on = dict[Key, str](), set[str](), dict[Key, str]()
-        self.called = set[Key]()
+        # What served a call in this prediction; what has passed on a call; and all calls.
+        self.codes, self.passed_on, self.called = dict[Key, str](), dict[Key, str](), set[Key]()
 
     # The second process's part.
 
@@ -350,7 +359,7 @@ class Serving(RuleBasedStateMachine):
     def take(self) -> None:
         """Note that what has passed may serve from now on."""
         self.taken_at, self.taken = self.clock, {*self.passed}
-        self.codes.clear(), self.proved.clear()
+        self.codes.clear()
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 2), is_whole=st.booleans())
@@ -389,7 +398,6 @@ class Serving(RuleBasedStateMachine):
         answer = eager(block, x, number)
         assert torch.equal(answer, eager(block.forward, x, number)), "a wrong answer"
         for path, module in self.ran:
-            self.proved |= {path} if len(self.open) < 2 and (path, place) in self.marks else set()
             if module is block:
                 assert (path, place) in self.taken | self.marks, "what serves was not compared, or has just passed"
                 code = path
@@ -399,8 +407,8 @@ class Serving(RuleBasedStateMachine):
             elif self.has_memory and len(self.open) < 2:
                 self.fail(path)
         if (before := self.codes.setdefault(key, code)) != code:
-            allowed = before in self.failed or (code and (before or code in self.proved))
-            assert allowed, "what serves a call has changed within a prediction"
+            is_proved = code and (before or (code, place) in self.marks)
+            assert is_proved or before in self.failed, "what serves a call has changed within a prediction"
             self.codes[key] = code
         return code
 
@@ -442,10 +450,10 @@ class Serving(RuleBasedStateMachine):
                 self.begin()
                 code = self.call((place, rows, number))
                 self.end()
-                case = eager(self.region.supply.kinds.case, (self.blocks[place], (tensor(rows, 2), number), {}))[0]
-                if code or isinstance(case, str) or case.state is State.EAGER:
+                found = eager(self.region.supply.kinds.case, (self.blocks[place], (tensor(rows, 2), number), {}))
+                if code or isinstance(found, str) or found[0].state is State.EAGER:
                     break
-                if case.unended.get(self.blocks[place]) == LEFT_OUT:
+                if found[0].unended.get(self.blocks[place]) == LEFT_OUT:
                     break
                 self.answer(99, "a number", False, False, None)
             else:
@@ -453,3 +461,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=2 * settings.default.max_examples)

@@ -1,1 +1,1 @@
-"""The second process, which compiles while the first one serves eager."""
+"""The second process, which compiles. Meanwhile the first one serves eager, or waits."""

@@ -200,9 +200,12 @@ class OrderQueue:
             before_s, self._until_s = self._until_s, until_s
             self.hurries |= not before_s
             self._orders.not_empty.notify_all()
-            while self.waiting and not self._is_closed and (time.monotonic() < until_s or self._is_answering):
-                self._orders.all_tasks_done.wait(_LOOK_S)
-            self._until_s = before_s
+            try:
+                while self.waiting and not self._is_closed and (time.monotonic() < until_s or self._is_answering):
+                    self._orders.all_tasks_done.wait(_LOOK_S)
+            finally:
+                self._until_s = before_s
+                self._orders.not_empty.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until every order is answered or `close` is called; True if every order is answered."""
@@ -238,6 +241,7 @@ class OrderQueue:
                 self._finish(each, answer, started)
         for order in self._take_all():
             order.answer.cancel()
+            self._orders.task_done()
 
     def _next(self) -> Order | None:
         """The next order, once one may begin; None after `close`. Meanwhile an idle process is ended."""

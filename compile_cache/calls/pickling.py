@@ -1,9 +1,9 @@
 """Hands a call of a region to another process: the module and its inputs, without the contents of tensors.
 
-Tensors travel as layouts, classes and functions as names, every other attribute as a value; so do classes and functions
-that a function made, or that the main program has. The receiver makes its own tensors, so this process never sees what
-the receiver writes. Objects of one process cannot travel: locks, threads, files, sockets, streams, events and recorded
-graphs.
+Tensors travel as layouts, classes and functions as names, every other attribute as a value. Classes and functions of
+the main program, and those that a function made, travel by value too. The receiver makes its own tensors, so this
+process never sees what the receiver writes. Objects of one process cannot travel: locks, threads, files, sockets,
+streams, events and recorded graphs.
 
 This module imports torch, and is itself imported only when a boot has torch.
 """

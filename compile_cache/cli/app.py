@@ -336,7 +336,7 @@ def report(
     script.
 
     Its lanes: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is the warm-up's work;
-    `preload` loads functions; `restore` fetches; `publish` stores; `second process` compiles after READY.
+    `preload` loads functions; `restore` fetches; `publish` stores; `second process` compiles.
     """
     write_report(reports, output)
 

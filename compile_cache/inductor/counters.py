@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+# Rounds of a warm-up. In each, every kind of calls may get one more function.
+_MOST_ROUNDS, _MOST_COMPILING = 64, 3
 _precompiled: Counter[str] = Counter()
 # torch notes the time of each such step under a name with one of these endings. Its counters of measurements do not
 # serve: a lookup that finds a graph adds those of the graph's own compile, in another process.
@@ -74,6 +76,22 @@ def read_counts() -> CompileCounts:
         precompiled_loaded=_precompiled["loaded"],
         precompiled_made=_precompiled["made"],
     )
+
+
+def repeated(warm_up: Callable[[], bool]) -> bool:
+    """Call `warm_up` again as long as it returns True, which says that something was answered meanwhile, or torch has
+    compiled for it: at most 64 times, and three times for torch. False if that was not enough."""
+    compiled = 0
+    for _ in range(_MOST_ROUNDS):
+        misses = read_counts().misses
+        if warm_up():
+            continue
+        compiled += 1
+        if read_counts().misses == misses:
+            return True
+        if compiled == _MOST_COMPILING:
+            break
+    return False
 
 
 def ended_steps() -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.errors import CompileCacheError, SettingsError, log
-from compile_cache.inductor.counters import CompileCounts, read_counts
+from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction, call_as_cog
 from compile_cache.settings import Settings
@@ -285,7 +285,7 @@ class Boot:
     def warm_up(self, call: Callable[..., Any], /, **inputs: Any) -> None:
         """Call the model like a prediction, with the same thread-local state, so that its code gets compiled.
 
-        `call` is repeated as long as something new is compiled for it, at most three times. It may be the predictor's
+        `call` is repeated as long as something new is compiled for it. It may be the predictor's
         own `run` or `predict`: inputs that are not given have the defaults of Cog's `Input()`, and a stream is taken to
         its end.
 
@@ -294,11 +294,17 @@ class Boot:
         """
         if self._regions is not None and not self._has_entered:
             self._warn("boot() is used without `with`, so nothing is stored, and no second process begins")
+        until_s = self._no_compile_begins_from()
+
+        def warm_up() -> bool:
+            if self._regions is not None:
+                return self._regions.warm_up(lambda: call_as_cog(call, inputs), until_s)
+            call_as_cog(call, inputs)
+            return False
+
         with self.timed("warm_up"):
-            if self._regions is None:
-                call_as_cog(call, inputs)
-            elif not self._regions.warm_up(lambda: call_as_cog(call, inputs), self._no_compile_begins_from()):
-                self._warn("after three rounds of the same input the warm-up still compiles; so may predictions")
+            if not repeated(warm_up):
+                self._warn("after several rounds of the same input the warm-up still compiles; so may predictions")
 
     def _no_compile_begins_from(self) -> float:
         """From when on, on the clock of `time.monotonic`, the warm-up waits for no compile that has not begun."""

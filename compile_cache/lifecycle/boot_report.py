@@ -70,7 +70,7 @@ class BootReport:
     """The report of one boot, and the `path` where it is saved, if any. All times are wall-clock seconds.
 
     `phases` has the caller's phases (import, weights), the wait for the restore (`join`), `compile_setup`, and
-    `warm_up`, in which regions compile. `ready_s` counts from the start of the boot, `process_s` from the start of the
+    `warm_up`, in which code is compared. `ready_s` counts from the start of the boot, `process_s` from the start of the
     process. `started_s` is the start of the boot in seconds since 1970. `spans` say which thread did what when.
     """
 

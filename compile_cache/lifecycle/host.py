@@ -36,15 +36,15 @@ def resolve_cold_start(settings: Settings) -> Settings:
     """The settings with `auto` replaced.
 
     `cold_start` becomes `background` in a Cog server that stays, and `block` elsewhere. `unseen` becomes `background`,
-    or `eager` in a server of one prediction, which would end before the answer came. Only such a server has no
-    `setup_budget_s` then.
+    or `eager` in a server of one prediction whose setup compiles: it would end before the answer came. Only a server of
+    one prediction has no `setup_budget_s` then.
     """
     cold_start, server = settings.cold_start, _server()
     if cold_start == "auto":
         cold_start = "background" if server == "stays" else "block"
     unseen = settings.unseen
     if unseen == "auto":
-        unseen = "eager" if server == "answers once" else "background"
+        unseen = "eager" if (server, cold_start) == ("answers once", "block") else "background"
     budget_s = settings.setup_budget_s
     if budget_s is None and server != "answers once":
         budget_s = _SETUP_BUDGET_S

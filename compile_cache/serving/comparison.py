@@ -75,8 +75,8 @@ def answer_and_compare(
     """The answer of `eager()` to a call, which `code(module, args, kwargs)` answers on a copy. `conclude` gets what was
     found, unless a CUDA graph is being recorded: then nothing is compared.
 
-    Full memory ends no comparison, and neither do other predictions if the call draws random numbers, or if there is a
-    difference: one of theirs may have written into the same module.
+    A comparison does not end if memory runs out. With other predictions open, it does not end if the call draws random
+    numbers, or if there is a difference: one of their calls may have written into the same module.
 
     Raises:
         BaseException: any error of `eager`.

@@ -28,17 +28,19 @@ if TYPE_CHECKING:
     from compile_cache.serving.region import Region
 
 
-class _Looked:
-    """What a call that graphs serve had. torch's graphs ignore hooks that were added later, and inputs that overlap."""
+class _Served:
+    """A call that graphs serve, and what later ones like it in the same prediction must have: torch's graphs ignore
+    hooks that were added later, and inputs that overlap."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, case: Case, is_whole: bool, call: Call) -> None:
+        self._case, self.is_whole = case, is_whole
         self._parts = Parts(call[0])
         self._overlaps = self._parts.overlaps(*call[1:])
 
     def fits(self, call: Call) -> bool:
-        """Whether a later call of this prediction, of the same likeness, has the same."""
-        unhooked = not any(GLOBAL_HOOKS) and self._parts.are_unhooked_still()
-        return unhooked and self._parts.overlaps(*call[1:]) == self._overlaps
+        """Whether graphs serve a later call of the same likeness too."""
+        is_unhooked = bool(self._case.graphs) and not any(GLOBAL_HOOKS) and self._parts.are_unhooked_still()
+        return is_unhooked and self._parts.overlaps(*call[1:]) == self._overlaps
 
 
 class ServedByGraphs:
@@ -46,8 +48,8 @@ class ServedByGraphs:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        # By instance, the likeness of the calls on which graphs have passed, and whether these are whole.
-        self._passed: OfEach[dict[Hashable, bool]] = OfEach()
+        # By instance, the cases on which graphs have passed, and whether these are whole.
+        self._passed: OfEach[dict[Case, bool]] = OfEach()
 
     @cached_property
     def _graphs(self) -> Graphs:
@@ -56,23 +58,18 @@ class ServedByGraphs:
         settings = self._region.supply.boot.settings
         return Graphs(self._region.report.name, settings.mode, bool(settings.dynamic))
 
-    def trace(self, case: Case, record: GraphsRecord | None, call: Call, like: Hashable) -> Any:
+    def trace(self, case: Case, record: GraphsRecord | None, call: Call) -> Any:
         """Serve a call of the warm-up eager, and compare its graphs on a copy. The first call of a case has a `record`.
         A later one may need graphs of its own, as where a number of the instance is a part of the code."""
         region, boot = self._region, self._region.supply.boot
         if record is not None:
             region.report.note_not_precompiled(record.reason)
-            boot.tracing_s -= record.seconds
             log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
-        elif boot.tracing_s <= 0:
-            region.report.note_eager("no time is left in the setup to trace its graphs", case.spec)
-            return region.wait(case, call, like)
         order = attempt(region.supply.pack, case, call) if record is None else None
-        conclude = partial(self._conclude, case, record, order, call[0], like)
-        eager = partial(region.serve_eager, call)
-        return answer_and_compare(call, eager, partial(self._trace, like), boot.moment, conclude)
+        conclude = partial(self._conclude, case, record, order, call[0])
+        return answer_and_compare(call, partial(region.serve_eager, call), self._trace, boot.moment, conclude)
 
-    def _trace(self, like: Hashable, *copy: Any) -> Any:
+    def _trace(self, *copy: Any) -> Any:
         """The answer of graphs that exist, or that are found in stored files.
 
         Raises:
@@ -82,34 +79,38 @@ class ServedByGraphs:
         from compile_cache.inductor.make import out_of_stored_files, trace
 
         started = time.perf_counter()
-        with out_of_stored_files():
-            traced = trace(self._graphs, lambda: copy)
+        try:
+            with out_of_stored_files():
+                traced = trace(self._graphs, lambda: copy)
+        finally:
+            self._region.supply.boot.tracing_s -= time.perf_counter() - started
         self._region.report.note_traced(traced, started)
         self._is_whole = not traced.broken_by
         return traced.answer
 
     def _conclude(
-        self, case: Case, record: GraphsRecord | None, order: Any, module: nn.Module, like: Hashable, outcome: Outcome
+        self, case: Case, record: GraphsRecord | None, order: Any, module: nn.Module, outcome: Outcome
     ) -> None:
         supply, report = self._region.supply, self._region.report
-        error = outcome.error if isinstance(outcome, Unended) else outcome
         if isinstance(outcome, Check):
             report.note_error(outcome.error, outcome.tolerance)
         if isinstance(outcome, Check) and outcome.passed:
             case.unended.pop(module)
-            if like is not None:  # else no later call is known to be like it
-                self._passed.setdefault(module, {})[like] = self._is_whole
             if record is not None and case.move(State.EAGER):
                 case.graphs = record.path
-            report.take_step("graphs")
+            supply.boot.moment.note(case.subject(module), partial(report.take_step, "graphs"))
+            self._passed.setdefault(module, {})[case] = self._is_whole
             for owner in (case.graphs, supply.owner):
                 supply.boot.directory.publishable.release(owner)
-        elif isinstance(error, GraphNotStored) and record is not None:  # the next such call is ordered
-            supply.boot.reject(record.path, str(error))
-        elif isinstance(error, GraphNotStored) and not case.unended.get(module) and not isinstance(order, Failure):
+        elif isinstance(outcome, Unended) and not outcome.is_final:  # a later call of the warm-up tries again
+            report.explain(f"its graphs are not compared with eager: {Failure(outcome.error).reason}", case.spec)
+        elif isinstance(outcome, GraphNotStored) and record is not None:  # the next such call is ordered
+            supply.boot.reject(record.path, str(outcome))
+        elif isinstance(outcome, GraphNotStored) and not case.unended.get(module) and not isinstance(order, Failure):
             case.unended[module] = 1
             supply.order(case, order)
-        elif not isinstance(error, NoGraph) or isinstance(error, GraphNotStored):
+        elif not isinstance(outcome, NoGraph) or isinstance(outcome, GraphNotStored):
+            error = outcome.error if isinstance(outcome, Unended) else outcome
             reason = error.difference if isinstance(error, Check) else Failure(error).reason
             report.note_eager(f"its graphs: {reason}", case.spec)
             case.unended[module] = LEFT_OUT
@@ -120,20 +121,27 @@ class ServedByGraphs:
         report.wait_for(supply.kinds)
 
     def serve_case(self, case: Case, call: Call, like: Hashable) -> Any:
-        """Serve a call of a case that graphs serve, if they were compared on this instance. In the warm-up, they are
-        now, unless those of its own are still ordered."""
-        if like in self._passed.get(call[0], ()):
-            self._region.settle(call, like, case, _Looked(call))
-            return self.serve(call, like)
+        """Serve a call of a case that graphs serve, if they were compared on this instance, and that has taken effect.
+        In the warm-up, they are compared now, unless those of its own are still ordered."""
         boot, unended = self._region.supply.boot, case.unended.get(call[0], 0)
-        if boot.is_warming_up and unended != LEFT_OUT and not (unended and boot.waiting):
-            return self.trace(case, None, call, like)
+        passed = self._passed.get(call[0], {})
+        if boot.moment.has(case.subject(call[0])):
+            return self._region.serve_eager(call)
+        if case in passed:
+            served = _Served(case, passed[case], call)
+            self._region.settle(call, like, case, served)
+            return self.serve(served, call, like)
+        is_wanted = boot.is_warming_up and unended != LEFT_OUT and not (unended and boot.waiting)
+        if is_wanted and boot.tracing_s <= 0:
+            self._region.report.note_eager("no time is left in the setup to trace its graphs", case.spec)
+        elif is_wanted:
+            return self.trace(case, None, call)
         return self._region.wait(case, call, like)
 
-    def serve(self, call: Call, like: Hashable) -> Any:
+    def serve(self, served: _Served, call: Call, like: Hashable) -> Any:
         """Serve a call like one that was compared on this instance: by a graph that exists, or eager."""
         try:
-            answer = self._graphs.run(self._passed[call[0]][like], call, compiles=False)
+            answer = self._graphs.run(served.is_whole, call, compiles=False)
         except NoGraph:  # another thread traces, which hides all graphs; or a guard has failed, and may hold again
             self._region.settle(call, like)
             return self._region.serve_eager(call)

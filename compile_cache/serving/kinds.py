@@ -39,8 +39,8 @@ class State(enum.Enum):
       and the function runs on a copy and is compared.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
       first call of a prediction does not, the case is NEW again.
-    - EAGER: the model's own code answers until the process ends, or a graph: see `graphs.py`. The region's report says
-      why.
+    - EAGER: the model's own code answers until the process ends, or graphs do: see `graphs.py`. The region's report
+      says why.
     """
 
     NEW = "new"
@@ -131,7 +131,7 @@ class Case:
     @property
     def serves_any(self) -> bool:
         """Whether the function has passed on an instance."""
-        return any(list(self.passed.values()))
+        return any(self.passed.values())
 
     def instances(self, have_passed: bool) -> list[nn.Module]:
         """The instances that made such calls and on which the function has passed, or those on which it has not."""

@@ -87,7 +87,7 @@ class Region:
                 self.served["eager"] += 1
                 return call_region(module, args, kwargs)
             if found.fits(call := (module, *with_plain_strides(args, kwargs))):
-                return self._graphs.serve(call, like)
+                return self._graphs.serve(found, call, like)
         if is_tracing():  # sizes are tensors then
             return self._route((module, args, kwargs), None)
         plain, named = with_plain_strides(args, kwargs)
@@ -182,8 +182,8 @@ class Region:
             raise
 
     def _serve_claimed(self, case: Case, function: Precompiled | None, call: Call, like: Hashable) -> Any:
-        """Serve a call of a case that it has claimed: by a stored function, or eager. Compare what is to be compared,
-        and order what is not stored."""
+        """Serve a call of a case that it has claimed: by a stored function, or eager. A function that has not passed on
+        this instance is compared. If none is stored, one is ordered."""
         supply, place = self.supply, self.places[call[0]]
         if case.state is State.NEW:
             function = supply.find(case, call)
@@ -194,7 +194,7 @@ class Region:
         if case.state is State.HAS_CODE and function is not None:
             return self._compare(case, function, call)
         if case.state is State.NEW and (record := supply.record(case, call)) is not None:
-            return self._graphs.trace(case, record, call, like)
+            return self._graphs.trace(case, record, call)
         if case.state is not State.NEW:
             return self.wait(case, call, like)
         if supply.boot.is_full:  # the next prediction orders it
@@ -222,8 +222,8 @@ class Region:
         return answer
 
     def _compare(self, case: Case, function: Precompiled, call: Call) -> Any:
-        """Serve a call eager, and compare the function on a copy, unless it has just passed, or is to be tried later
-        again: see `RegionSupply.put_off`."""
+        """Serve a call eager, and compare the function on a copy. Nothing is compared if the function has passed and
+        serves from the next moment on, or if the comparison is tried again later: see `RegionSupply.put_off`."""
         started = time.perf_counter()
         if self._moment.has(case.subject(call[0])) or case.unended.get(call[0]) == LEFT_OUT:
             return self.serve_eager(call)
@@ -252,13 +252,13 @@ class Region:
         is_marked = self.places[module] in function.compared_on
         marked = [other for other in self.places if is_marked and self.places[other] in function.compared_on]
         case.unended.pop(module)
-        case.passed[module] = True
         take = partial(self.supply.take, case, marked)
         with self._moment.alone() if is_marked else contextlib.nullcontext(False) as takes_now:
             if takes_now:
                 take()
             else:
                 self._moment.note(case.subject(module), take)
+        case.passed[module] = True  # after that was noted: until then, eager answers
         self._moment.note_ending(case, lambda: self.supply.mark(case, self.places))
         self.report.wait_for(self.supply.kinds)
 

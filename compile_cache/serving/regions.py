@@ -19,7 +19,7 @@ from torch import nn
 
 from compile_cache.calls.description import class_name
 from compile_cache.errors import NotAModuleError, log
-from compile_cache.inductor.counters import ended_steps, read_counts
+from compile_cache.inductor.counters import ended_steps
 from compile_cache.inductor.toolchain import unread_files
 from compile_cache.serving.moment import LOCK
 from compile_cache.serving.region import Region
@@ -28,7 +28,6 @@ from compile_cache.serving.supply import Supply
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
-_MOST_ROUNDS = 3
 _UNUSED = "nothing called it in the warm-up. Give the modules whose forward is called to boot.compile()"
 _INSIDE = "nothing called it in the warm-up, but another torch.compile compiled code. Take that away if it is around it"
 _FORKED = "a fork of a booted process has no second process. Boot in each process, or wait_compiled() before it forks"
@@ -111,15 +110,11 @@ class Regions:
         return sum(sum(dict(region.served).values()) for region in list(self.by_class.values()))
 
     def warm_up(self, call: Callable[[], object], until_s: float = math.inf) -> bool:
-        """Make calls of the warm-up, again as long as they find something new: what the second process answers before
-        `until_s` of `time.monotonic`, in `block`, or what torch compiles. False if they still do."""
-        for _ in range(_MOST_ROUNDS):
-            misses = read_counts().misses
-            with self._watching():
-                call()
-            if not self.supply.await_orders(until_s) and read_counts().misses == misses:
-                return True
-        return False
+        """Make calls of the warm-up. In `block`, then wait for the second process, which begins no order after
+        `until_s` of `time.monotonic`. Whether it has answered any: then make them again, which compares."""
+        with self._watching():
+            call()
+        return self.supply.await_orders(until_s)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

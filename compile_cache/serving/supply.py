@@ -91,7 +91,8 @@ class Supply:
         self.tracing_s = _TRACING_S
         # The orders, or why there can be none; None until the first one.
         self._orders: Orders | str | None = None
-        if has_artifacts(stored):
+        # In `block`, also for the program's own `torch.compile`, whose graphs depend on torch's settings.
+        if settings.cold_start == "block" or has_artifacts(stored):
             self.open(marks)
 
     @property
@@ -177,10 +178,11 @@ class Supply:
     def look_again(self, *kinds: Kinds) -> None:
         """Look up the cases again that wait for stored functions, or those among these kinds, from the next moment on.
         Calls load what is not loaded by then."""
-        wanted = {*itertools.chain(*kinds)} if kinds else {*self._waiting}
-        for case in [case for case in self._waiting if case in wanted]:
-            self._waiting.remove(case)
-            self.moment.note(case, functools.partial(_reopen, case))
+        with LOCK:
+            wanted = {*itertools.chain(*kinds)} if kinds else {*self._waiting}
+            for case in [case for case in self._waiting if case in wanted]:
+                self._waiting.remove(case)
+                self.moment.note(case, functools.partial(_reopen, case))
 
     # What the second process answers.
 
@@ -241,7 +243,7 @@ class Supply:
             if calls == before:
                 return
 
-    # READY, and who waits.
+    # READY, and waits.
 
     def await_orders(self, until_s: float) -> bool:
         """In `block`, let the second process answer orders, as fast as it can, each of which begins before `until_s` of
@@ -492,8 +494,9 @@ class RegionSupply:
     def give_up_orders(self, reason: str) -> None:
         """Serve calls eager whose code nobody will bring."""
         for case in self.kinds:
-            if case.state is State.ORDERED or case.claimant:
+            if case.state is State.ORDERED or (case.state is State.NEW and case.claimant):
                 self.give_up(case, reason)
+            case.claimant = None
 
 
 def _reopen(case: Case) -> None:
