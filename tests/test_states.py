@@ -413,6 +413,8 @@ class Serving(RuleBasedStateMachine):
         return code
 
     def fail(self, path: str) -> None:
+        alike = [case for case in self.region.supply.kinds if case.function and case.function.path == path]
+        assert {case.state for case in alike} == {State.EAGER}, "a function that has failed goes on"
         self.failed.add(path)
         for pairs in (self.passed, self.taken, self.marks, self.whole):
             pairs -= {(path, place) for place in range(3)}

@@ -158,8 +158,10 @@ class Case:
 
     def covers(self, spec: CallSpec) -> bool:
         """Whether a kind that is the same without sizes is its own, or differs from it in open sizes alone. Code that
-        leaves sizes open covers none if it could not be made, or failed."""
-        if self.spec.open and (self.state is State.EAGER or self.spec.numbers != spec.numbers):
+        leaves sizes open covers none if it could not be made, or failed; until it is there, it covers its own numbers
+        alone."""
+        is_for_numbers = self.state is State.HAS_CODE or self.spec.numbers == spec.numbers
+        if self.spec.open and (self.state is State.EAGER or not is_for_numbers):
             return False
         differing = _differing(self.spec, spec)
         if self.state is State.GROWING:  # the first tensor is what the call is about
