@@ -58,10 +58,15 @@ def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | No
     return compiler
 
 
-def warm_up(compiler: Regions, call: Callable[[], Any], until_s: float = math.inf) -> Any:
+def warm_up(
+    compiler: Regions,
+    call: Callable[[], Any],
+    until_s: float = math.inf,
+    mode: Callable[[], Any] = torch.inference_mode,
+) -> Any:
     """The last answer to a call in the warm-up, which waits for compiles that begin before `until_s`."""
     answers: list[Any] = []
-    with torch.inference_mode():
+    with mode():
         repeated(lambda: compiler.warm_up(lambda: answers.append(call()), until_s))
     return answers[-1]
 

@@ -461,11 +461,10 @@ def test_call_that_records_gradients_is_told_what_to_do(made):
 
 def test_no_grad_and_inference_mode_have_an_artifact_each(restart):
     for made in (1, 0):
-        block, answers = build(Block), list[torch.Tensor]()
+        block = build(Block)
         compiler = boot(restart, block)
-        with torch.no_grad():
-            compiler.warm_up(lambda block=block, answers=answers: answers.append(block(torch.ones(4, blocks.SIZE))))
-        assert not answers[-1].is_inference()
+        answer = warm_up(compiler, lambda block=block: block(torch.ones(4, blocks.SIZE)), mode=torch.no_grad)
+        assert not answer.is_inference()
         assert (only_report(compiler).step, only_report(compiler).made) == ("precompiled", made)
     warm_up(compiler, lambda: block(tensor()))
     assert (only_report(compiler).step, only_report(compiler).loaded) == ("precompiled", 2)
@@ -567,7 +566,7 @@ def test_a_call_that_writes_where_two_inputs_overlap_is_eager(restart, name, mod
 
     with mode():
         answer = build(Several)(*overlapping())
-        compiler.warm_up(call)
+        warm_up(compiler, call, mode=mode)
         call()
     close(storages[1:], storages[:1] * 3)
     assert "it writes into memory that two of its tensors share" in only_report(compiler).reason

@@ -72,11 +72,11 @@ def arrive(case: Case, code: Code) -> None:
     assert case.state is State.HAS_CODE
 
 
-def third_size(kinds: Kinds, module: nn.Module) -> Case:
+def third_size(kinds: Kinds, module: nn.Module, *told: Any) -> Case:
     """The case of 32 rows; those of 16 and of 24 are ordered."""
     for rows in (16, 24):
-        case_of(kinds, module, torch.ones(rows, 4)).move(State.ORDERED)
-    return case_of(kinds, module, torch.ones(32, 4))
+        case_of(kinds, module, torch.ones(rows, 4), *told).move(State.ORDERED)
+    return case_of(kinds, module, torch.ones(32, 4), *told)
 
 
 def test_the_states_are_walked_as_the_table_says_and_eager_is_the_end():
@@ -108,6 +108,15 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     own = case_of(kinds, module, seventh)
     assert (own.spec.open, own.state) == ((), State.NEW)
     assert case_of(kinds, module, seventh) is own
+
+
+def test_code_for_all_sizes_serves_the_numbers_that_it_fits_once_it_is_there():
+    kinds, module = Kinds(), nn.Identity()
+    dynamic = third_size(kinds, module, 1)
+    kinds.leave_sizes_open(dynamic, module)
+    assert case_of(kinds, module, torch.ones(40, 4), 2) is not dynamic
+    arrive(dynamic, Code(lambda _, x, number: number < 3))
+    assert [case_of(kinds, module, torch.ones(48, 4), number) is dynamic for number in (1, 2, 3)] == [True, True, False]
 
 
 def test_an_instance_that_a_function_does_not_fit_leaves_its_case():

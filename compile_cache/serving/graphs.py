@@ -64,13 +64,16 @@ class ServedByGraphs:
         region, boot = self._region, self._region.supply.boot
         if record is not None:
             region.report.note_not_precompiled(record.reason)
+            boot.tracing_s -= record.seconds
             log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
         order = attempt(region.supply.pack, case, call) if record is None else None
         conclude = partial(self._conclude, case, record, order, call[0])
-        return answer_and_compare(call, partial(region.serve_eager, call), self._trace, boot.moment, conclude)
+        trace = partial(self._trace, record is None)
+        return answer_and_compare(call, partial(region.serve_eager, call), trace, boot.moment, conclude)
 
-    def _trace(self, *copy: Any) -> Any:
-        """The answer of graphs that exist, or that are found in stored files.
+    def _trace(self, takes_time: bool, *copy: Any) -> Any:
+        """The answer of graphs that exist, or that are found in stored files. No record has said how long it takes if
+        it `takes_time` of the setup's.
 
         Raises:
             GraphNotStored: one is missing.
@@ -83,7 +86,7 @@ class ServedByGraphs:
             with out_of_stored_files():
                 traced = trace(self._graphs, lambda: copy)
         finally:
-            self._region.supply.boot.tracing_s -= time.perf_counter() - started
+            self._region.supply.boot.tracing_s -= (time.perf_counter() - started) * takes_time
         self._region.report.note_traced(traced, started)
         self._is_whole = not traced.broken_by
         return traced.answer
