@@ -45,6 +45,27 @@ def test_the_largest_error_of_several_outputs_counts():
     assert compare((output,), (reference,)).error == pytest.approx(0.1)
 
 
+class Switch:
+    """Only the function with which pickle makes it tells whether it is on."""
+
+    def __reduce__(self):
+        return (switched_on if self in ON else Switch), ()
+
+
+def switched_on() -> Switch:
+    ON.append(one := Switch())
+    return one
+
+
+ON: list[Switch] = []
+
+
+def test_objects_that_pickle_makes_in_two_ways_differ():
+    on, off = switched_on(), Switch()
+    assert compare((switched_on(), Switch()), (on, off)).passed
+    assert not compare((off,), (on,)).passed
+
+
 NAN, INF = float("nan"), float("inf")
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
 

@@ -105,9 +105,9 @@ def _content(tensor: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
 
 
 def state_of(value: Any) -> list[Any]:
-    """All that pickle would store of an object, besides its class."""
+    """All that pickle would store of an object; nothing if that is a name."""
     reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return [list(part) if isinstance(part, Iterator) else part for part in reduced[1:] if not isinstance(reduced, str)]
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced if not isinstance(reduced, str)]
 
 
 class _Pickler(CallPickler):
