@@ -27,7 +27,7 @@ def faulty() -> dict[str, Any]:
     orders._ATTEMPTS = 1
     for kind in (Other, Hanging, Devouring):
         # A process that is there answers, or hangs; one that has to start gets its time.
-        boot._regions.supply._orders.queue._limit_s = 3.0 if kind is Hanging else PATIENCE_S
+        boot._regions.supply.orders.queue._limit_s = 3.0 if kind is Hanging else PATIENCE_S
         served_alone(boot, late, kind)
         assert boot.wait_compiled(PATIENCE_S)
         served_alone(boot, late, kind)

@@ -51,7 +51,7 @@ if __name__ == "__main__":
     become(request)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     second_processes.fork_parent(theirs, ours)
-    importlib.import_module("compile_cache.background.child")._spawn = second_processes.fork
+    importlib.import_module("compile_cache.child_process")._spawn = second_processes.fork
     publisher = importlib.import_module("compile_cache.lifecycle.publisher")
     publisher._QUIET_S = publisher._SPREAD_S = 0.1  # a boot that waits until all is stored waits for nobody else
     importlib.import_module(request["program"]).main()

@@ -16,7 +16,7 @@ import second_processes
 import torch
 from torch import nn
 
-from compile_cache.background import child
+from compile_cache import child_process
 from compile_cache.calls.spec import CallSpec
 from compile_cache.inductor.counters import repeated
 from compile_cache.inductor.function import Precompiled
@@ -162,11 +162,11 @@ def activated(root: Path) -> Iterator[CacheDirectory]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             patch.setenv(name, "")
-        patch.setattr(child, "_spawn", second_processes.fork)
+        patch.setattr(child_process, "_spawn", second_processes.fork)
         directory.activate(os.environ)
         yield directory
         while _BOOTED:
-            if not isinstance(backlog := _BOOTED.pop().supply.orders(), str):
+            if not isinstance(backlog := _BOOTED.pop().supply.orders, str):
                 backlog.queue.close()  # else its thread and its process last until this process ends
         torch._dynamo.reset()
 

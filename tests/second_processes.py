@@ -43,8 +43,9 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
         self._child_created, self._waitpid_lock = True, threading.Lock()
 
 
-def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Forked:
-    """What `_spawn` of compile_cache/background/child.py does."""
+def fork(target: str, own: tuple[int, int], output: int, environ: Mapping[str, str], passed: object = ()) -> Forked:
+    """What `_spawn` of compile_cache/child_process.py does for second processes."""
+    assert target.startswith("compile_cache.background.")
     path = [entry for entry in sys.path if isinstance(entry, str)]
     # Each second process imports those that its server has, in 0.7 seconds.
     packages = [name for name in ("diffusers", "transformers") if name in sys.modules]
@@ -53,7 +54,7 @@ def fork(passed: tuple[int, int], output: int, environ: Mapping[str, str]) -> Fo
     with _ASKING:
         channel = _PARENT[0] if _PARENT else forking_process()[1]
         adopt(1)  # the new process's own parent ends at once
-        socket.send_fds(channel, [request.encode()], [*passed, output])
+        socket.send_fds(channel, [request.encode()], [*own, output])
         pid = int(channel.recv(_MOST_BYTES))
         adopt(0)
     return Forked(pid)
@@ -143,10 +144,11 @@ def _become(request: dict, channel: int, watched: int, output: int) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     tempfile.tempdir = None
-    sys.argv[:] = ["-c", str(request["server"]), str(channel), str(watched)]
+    target = "compile_cache.background.child_main:serve"
+    sys.argv[:] = ["-c", target, str(request["server"]), str(channel), str(watched)]
     sys.modules["__main__"] = types.ModuleType("__main__")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)
-    child = importlib.import_module("compile_cache.background.child")
+    child = importlib.import_module("compile_cache.background.child_main")
     child._give_way = lambda hurries: None  # beside other tests, a process of low priority waits for minutes
-    child.main()
+    importlib.import_module("compile_cache.child_process").main()

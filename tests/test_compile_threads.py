@@ -10,8 +10,9 @@ import pytest
 from background_handlers import order
 from marked_processes import PATIENCE_S
 
-from compile_cache.background import child
-from compile_cache.background.child import CompilingProcess, compile_threads, quota_cpus
+from compile_cache.background import child_main
+from compile_cache.background.child import CompilingProcess
+from compile_cache.background.child_main import compile_threads, quota_cpus
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
@@ -19,7 +20,7 @@ THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch) -> Path:
     """An empty folder in place of the container's cgroup."""
-    monkeypatch.setattr(child, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(child_main, "CGROUP", tmp_path / "cgroup")
     (tmp_path / "cgroup" / "cpu").mkdir(parents=True)
     return tmp_path / "cgroup"
 

@@ -43,7 +43,7 @@ def background(directory: CacheDirectory, *modules: nn.Module) -> Regions:
 
 def orders(compiler: Regions) -> list[Order]:
     """What waits for the second process."""
-    backlog = compiler.supply.orders()
+    backlog = compiler.supply.orders
     assert not isinstance(backlog, str)
     return [order for *_, order in sorted(backlog.queue._orders.queue)]
 

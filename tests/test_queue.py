@@ -38,7 +38,7 @@ class Started:
         self.may_end = threading.Event()
         self.may_end.set()
 
-    def __call__(self) -> CompilingProcess:
+    def __call__(self, hurries: bool) -> CompilingProcess:
         if self.fault is not None:
             raise self.fault
         handler = f"background_handlers:{self.factory}"

@@ -389,7 +389,7 @@ def test_instances_that_need_graphs_of_their_own_get_them_and_the_next_boot_orde
         for factor, module in zip((1.0, 2.0, 3.0), modules, strict=True):
             close(predict(module, tensor()), eager(build(Halved, factor), tensor()))
         assert (region.served - before, region.report.step) == ({"graphs": 3}, "graphs")
-        assert (next(compiler.supply.orders().queue._numbers), len(list(directory.path.rglob("*.graphs")))) == (
+        assert (next(compiler.supply.orders.queue._numbers), len(list(directory.path.rglob("*.graphs")))) == (
             orders,
             1,
         )

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from precompiling import Token, eager, tensor
 from torch import nn
 
-from compile_cache.background.orders import Order, Orders
+from compile_cache.background.orders import Order
 from compile_cache.calls.pickling import receive
 from compile_cache.calls.spec import Call, CallSpec, top_sizes
 from compile_cache.errors import ArtifactError
@@ -293,9 +293,9 @@ class Serving(RuleBasedStateMachine):
         self.blocks = nn.ModuleList(map(Block, range(3)))
         self.blocks._repeated_blocks = ["Block"]
         self.regions = Regions(BACKGROUND, self.directory, is_hit=True)
-        self.regions.supply._orders = orders = Orders(BACKGROUND, self.directory)
-        orders.queue = SimpleNamespace(put=self.put, waiting=0, release=int)  # type: ignore[assignment]
-        orders.take = lambda answer: (self.directory.path / answer.path).touch()  # type: ignore[method-assign]
+        orders: Any = self.regions.supply.orders
+        orders.queue = SimpleNamespace(put=self.put, waiting=0, release=int)
+        orders.take = lambda answer: (self.directory.path / answer.path).touch()
         self.regions.supply.open()
         self.regions.compile(self.blocks)
         self.regions.supply.release()

@@ -43,10 +43,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def started_by_boot(environ: dict[str, str | None]) -> list[str]:
+def started_by_boot(environ: dict[str, str | None], *arguments: str) -> list[str]:
     """What a boot of the toy model starts that it should not, but for questions to the compiler, which take
     milliseconds: processes, and imports in the thread that only loads."""
-    done = run_program(AUDITED, TESTS / "boot_once.py", **environ)
+    done = run_program(AUDITED, TESTS / "boot_once.py", *arguments, **environ)
     assert done.returncode == 0, done.stderr
     started = [line for line in done.stderr.splitlines() if line.startswith("STARTED")]
     # The process that restores; and a library of torch's CUDA builds looks for the CUDA driver when it is imported.
@@ -63,6 +63,11 @@ def test_warm_boot_on_a_cpu_compiles_nothing_and_the_thread_that_loads_imports_n
     assert {region["step"] for region in report["regions"]} == {"precompiled"}
     names = [span["name"] for span in report["spans"] if span["lane"] == "preload"]
     assert names == ["import torch's loader", "load"]
+
+
+def test_a_boot_that_waits_for_code_and_has_none_starts_the_second_process_before_there_is_an_order(tmp_path):
+    (second,) = started_by_boot(settings(tmp_path), "--restore-alone")
+    assert "compile_cache.background.child" in second
 
 
 def test_a_compiler_that_is_killed_with_its_second_process_leaves_nothing(tmp_path, marked):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -469,7 +468,7 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directo
         assert compiler.supply.waiting == 0
         assert only_report(compiler).step == "eager"
         assert "a branch depends on the values of tensors" in only_report(compiler).reason
-        compiler.supply.orders().queue.close()
+        compiler.supply.orders.queue.close()
 
 
 def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many_others(directory):
@@ -531,7 +530,7 @@ def test_sizes_whose_open_graph_could_not_be_made_are_ordered_by_themselves(vari
     block, compiler = varied
     pauses: list[float] = []
     monkeypatch.setattr("compile_cache.serving.supply.time.sleep", pauses.append)
-    *others, (*_, order) = sorted(compiler.supply.orders().queue._orders.queue)
+    *others, (*_, order) = sorted(compiler.supply.orders.queue._orders.queue)
     order.answer.set_result(Answer(reason="no graph fits all sizes"))
     answer(block, 7)
     answer(block, 8)
@@ -583,11 +582,3 @@ def test_an_artifact_is_loaded_when_no_region_is_called_or_after_two_seconds(dir
     compiler.supply._wait_for_gap()
     assert len(pauses) == slept
     assert sum(pauses) <= 2.001
-
-
-def test_threads_that_order_at_one_time_have_one_queue(directory, monkeypatch):
-    supply, made, make = boot(directory, settings=BACKGROUND).supply, [], Orders.__init__
-    monkeypatch.setattr(Orders, "__init__", lambda *inputs: made.append(inputs) or time.sleep(0.1) or make(*inputs))
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: supply.orders(), range(2)))
-    assert len(made) == 1

@@ -72,6 +72,7 @@ class _Maker:
         return replace(answer, files=files, seconds=time.perf_counter() - started)
 
     def _made(self, content: bytes, state: ServerState, dynamic: Dimensions, record: str) -> Answer:
+        sys.path[:] = state.path
         call = receive(content)
         with state.applied():
             settings = replace(self._settings, dynamic=None) if dynamic else self._settings

@@ -4,6 +4,8 @@ The second process writes into a folder of its own, beside the cache directory: 
 finished one, and g++ writes it in place. The folder's path is as long as the cache directory's. Inductor pickles the
 paths of kernels, and looks up tuning's results by them (`AutotuneCache`); no setting makes them relative. Because both
 paths have the same length, one can replace the other in any file, pickles included.
+
+This module imports no torch, so that the second process may begin before that.
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import PriorityQueue
+from typing import TYPE_CHECKING
 
 from compile_cache.background.child import CompilingProcess
-from compile_cache.calls.pickling import hand_over
-from compile_cache.calls.spec import Call, on_gpu
 from compile_cache.errors import (
     ArtifactError,
     CompileCacheError,
@@ -40,12 +41,15 @@ from compile_cache.errors import (
 )
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
-from compile_cache.inductor.make import Answer, Dimensions
-from compile_cache.inductor.torch_state import ServerState
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, make_empty
 from compile_cache.timeline import note
 from compile_cache.torch_threads import end_at_exit
+
+if TYPE_CHECKING:
+    from compile_cache.calls.spec import Call
+    from compile_cache.inductor.make import Answer, Dimensions
+    from compile_cache.inductor.torch_state import ServerState
 
 _HANDLER = "compile_cache.background.child_work:start_making"
 _ATTEMPTS = 2
@@ -85,7 +89,6 @@ class Orders:
         self._settings = settings
         self._directory = directory
         self.workshop = directory.path.with_name(directory.path.name.translate(_LETTERS))
-        self._log = directory.logs / "compiling.log"
         self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S)
 
     def pack(
@@ -96,6 +99,9 @@ class Orders:
         Raises:
             NotHandedOver: no other process can build this call.
         """
+        from compile_cache.calls.pickling import hand_over
+        from compile_cache.calls.spec import on_gpu
+
         return Order(name, rank, hand_over(call, shares_weights), on_gpu(call), dynamic, record)
 
     def submit(self, order: Order) -> None:
@@ -104,6 +110,8 @@ class Orders:
         Raises:
             NotHandedOver: another process cannot have the state that the call depends on.
         """
+        from compile_cache.inductor.torch_state import ServerState
+
         order.state = ServerState.take(order.is_on_gpu)
         self.queue.put(order)
 
@@ -118,7 +126,7 @@ class Orders:
         files = sorted(answer.files, key=lambda path: path.startswith(PRECOMPILED))
         _copy(files, self.workshop, self._directory.path)
 
-    def _start(self) -> CompilingProcess:
+    def _start(self, hurries: bool) -> CompilingProcess:
         """Start the process in its folder, with a copy of the cache directory, so that nothing is compiled twice.
 
         Raises:
@@ -132,10 +140,9 @@ class Orders:
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
         # A killed compiler leaves its temporary files. The next boot empties this folder.
         environ["TMPDIR"] = str(self._directory.compilers)
-        hurries = self.queue.hurries
         main = getattr(sys.modules["__main__"], "__file__", None)
         setup = pickle.dumps((self._settings, path, hurries, main))
-        return CompilingProcess(_HANDLER, setup, self._log, environ, hurries)
+        return CompilingProcess(_HANDLER, setup, self._directory.logs / "compiling.log", environ, hurries)
 
 
 class OrderQueue:
@@ -146,7 +153,7 @@ class OrderQueue:
     process if its process died, hung or ran out of memory. All methods are thread-safe.
     """
 
-    def __init__(self, start: Callable[[], CompilingProcess], limit_s: float, idle_s: float) -> None:
+    def __init__(self, start: Callable[[bool], CompilingProcess], limit_s: float, idle_s: float) -> None:
         self._start = start
         self._limit_s = limit_s
         self._idle_s = idle_s
@@ -184,6 +191,17 @@ class OrderQueue:
     def waiting(self) -> int:
         """How many orders are not answered. An order is answered when the callbacks of its answer have returned."""
         return self._orders.unfinished_tasks
+
+    def begin(self) -> None:
+        """Start a process that hurries before there is an order: it imports torch's compiler beside this one's imports.
+
+        Raises:
+            ProcessNotReady: none can be started.
+        """
+        with self._putting:
+            if self._thread is None and not self._until_s:
+                self.hurries = True
+                self._ensure_process()
 
     def release(self) -> None:
         """Let orders be answered from now on, by a process that gives way to predictions."""
@@ -229,6 +247,8 @@ class OrderQueue:
             process.stop()
 
     def _run(self) -> None:
+        from compile_cache.inductor.make import Answer  # an order is a call, so torch is imported
+
         while (order := self._next()) is not None:
             started, orders = time.perf_counter(), [order]
             answer = attempt(self._answer, order)
@@ -279,7 +299,7 @@ class OrderQueue:
             return answer
         except (OrderFailed, ProcessDied) as error:
             if self._is_closed:  # `close` stopped the process, and orders are cancelled
-                return Answer()
+                raise
             # The order's own error goes to its caller, who knows its meaning.
             level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
             log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
@@ -298,7 +318,7 @@ class OrderQueue:
             if self._is_closed:
                 raise ProcessDied("The queue is closed.")
             if self._process is None:
-                started = attempt(self._start)
+                started = attempt(self._start, self.hurries)
                 if isinstance(started, Failure):
                     raise ProcessNotReady(f"The compiling process cannot be started: {started.reason}")
                 self._process = started

@@ -214,8 +214,8 @@ class ServerState:
     """The state of the server that a call depends on. Equal states name the same artifacts.
 
     `options` has the module, the name and the pickled value of each of `changed_options`. `packages` are those of
-    `VERSIONED_PACKAGES` that the server has imported. `device` is the index of the thread's CUDA device; None before
-    CUDA is used.
+    `VERSIONED_PACKAGES` that the server has imported. `path` is its import path. `device` is the index of the thread's
+    CUDA device; None before CUDA is used.
     """
 
     on_gpu: bool
@@ -223,6 +223,7 @@ class ServerState:
     precisions: tuple[str, ...]
     options: tuple[tuple[str, str, bytes], ...]
     packages: tuple[str, ...]
+    path: tuple[str, ...]
     preparations: tuple[str, ...]
     device: int | None
 
@@ -247,6 +248,7 @@ class ServerState:
             precisions(),
             tuple((module, name, _packed(module, name, value)) for module, name, value in changed_options()),
             tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
+            tuple(entry for entry in sys.path if isinstance(entry, str)),
             tuple(_registered),
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         )

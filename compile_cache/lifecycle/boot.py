@@ -27,6 +27,7 @@ from compile_cache.timeline import Timeline
 if TYPE_CHECKING:
     from torch import nn
 
+    from compile_cache.background.orders import Orders
     from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore
     from compile_cache.serving.regions import Regions
@@ -98,6 +99,7 @@ class Boot:
         self._settings = settings
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
+        self._orders: Orders | None = None
         self._has_joined = False
         self._publication: Publication | None = None
         self._restored_files: frozenset[str] = frozenset()
@@ -122,11 +124,23 @@ class Boot:
             return
         self.report.cache_dir = str(self._directory.path)
         self._directory.activate(environ)
+        from compile_cache.background.orders import Orders
+
+        self._orders = Orders(self._settings, self._directory)
         if self._settings.store != "off" or self._settings.layers:
             with self._degrading("start the restore; compiling anew"):
                 from compile_cache.lifecycle.restore import Restore
 
-                self._restore = Restore(self._settings, self._directory, model, sources, environ)
+                at_miss = self._begin_to_compile
+                self._restore = Restore(self._settings, self._directory, model, sources, environ, at_miss=at_miss)
+        if self._restore is None:
+            self._begin_to_compile()
+
+    def _begin_to_compile(self) -> None:
+        """In `block`, let the second process import torch's compiler beside what this one imports."""
+        if self._orders is not None and self._settings.cold_start == "block" and self._settings.enabled:
+            with self._degrading("start the second process early"):
+                self._orders.queue.begin()
 
     def __enter__(self) -> Boot:
         self._has_entered = True
@@ -136,6 +150,10 @@ class Boot:
         """READY, once: write the report and start to publish. After an error of the caller's code, publish nothing."""
         if self.report.ready_s:
             return  # a later block adds to what is published
+        if self._orders is not None and kind is not None:
+            self._orders.queue.close()
+        elif self._orders is not None:
+            self._orders.queue.release()
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
@@ -268,7 +286,7 @@ class Boot:
                     from compile_cache.serving.regions import Regions
 
                     is_hit = self.report.restore.outcome == "hit"
-                    self._regions = Regions(self._settings, self._directory, is_hit)
+                    self._regions = Regions(self._settings, self._directory, is_hit, self._orders)
                     if self.report.ready_s:
                         self._regions.supply.release()
             return self._regions

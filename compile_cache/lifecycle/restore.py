@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
-import select
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
 
+from compile_cache.child_process import Child
 from compile_cache.errors import CompileCacheError, log
-from compile_cache.importable import own_python
 from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.key.environment import Environment, cpu_threads, cuda_device, observe_environment
 from compile_cache.lifecycle.boot_report import RestoreReport
@@ -30,9 +26,6 @@ from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import LayeredStore, open_stores
 from compile_cache.timeline import note
-
-# How often the other process looks whether this one lives.
-_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +85,7 @@ class Restore:
 
     Until torch is imported, another process fetches: beside imports, a thread takes 1 s for what takes 0.2 s alone, and
     makes them 0.3 s longer. With `environment`, the files are for another process of this environment, and torch is
-    neither imported nor asked.
+    neither imported nor asked. If this version has no files in the store, another thread calls `at_miss`.
     """
 
     def __init__(
@@ -103,12 +96,13 @@ class Restore:
         sources: Sequence[str | Path],
         environ: MutableMapping[str, str],
         environment: Environment | None = None,
+        at_miss: Callable[[], None] = lambda: None,
     ) -> None:
         self._environment = environment
         self._settings = settings
         self._directory = directory
         self._started = time.monotonic()
-        self._channel: socket.socket | None = None
+        self._child: Child | None = None
         # Inductor's keys of CPU code have torch's thread count. This fixes the number that torch would choose.
         environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(environ)))
         # Plain values, which another process can read.
@@ -116,17 +110,18 @@ class Restore:
         wanted = _Wanted(settings, directory.path, directory.inbox, *plain, environment)
         steps = _steps(wanted)
         if environment is None and "torch" not in sys.modules:
-            self._channel, theirs = socket.socketpair()
-            for end in (self._channel, theirs):  # the program may have set a timeout of all its sockets
-                end.settimeout(None)
-            steps = _steps_elsewhere(wanted, self._channel, theirs, directory.lock_fd)
-        self._fetching = _Fetching(steps)
+            try:  # which claims the cache directory as long as it lives
+                self._child = Child("compile_cache.lifecycle.restore:serve", 2, passed=[directory.lock_fd])
+                steps = _steps_elsewhere(wanted, self._child)
+            except OSError as error:  # then this process fetches
+                log.info("restore.no_process error=%s", error)
+        self._fetching = _Fetching(steps, at_miss)
         self._fetching.start()
 
     def abandon(self) -> None:
         """End the process that fetches. A thread ends by itself."""
-        if self._channel is not None:
-            _hang_up(self._channel)
+        if self._child is not None:
+            self._child.end()
 
     @property
     def has_ended(self) -> bool:
@@ -154,7 +149,7 @@ class Restore:
         observed = known.beside(self._environment or observe_environment(known.environment))
         differences = known.environment.differences(observed.environment)
         if differences and not failure:
-            self._fetching = _Fetching(_fetched(observed, self._directory.inbox), observed)
+            self._fetching = _Fetching(_fetched(observed, self._directory.inbox), known=observed)
             self._fetching.start()
             failure = self._wait()
         if failure and self._fetching.done.is_set():
@@ -274,66 +269,35 @@ def _fetched(known: _Known, inbox: Path) -> Iterator[_Step]:
         yield explain_miss(known.store, known.key, known.environment)
 
 
-def _steps_elsewhere(wanted: _Wanted, channel: socket.socket, theirs: socket.socket, lock_fd: int) -> Iterator[_Step]:
-    """The same steps, in another process: `main`. As long as it lives, the cache directory is claimed. If there can be
-    no other process, this one takes them."""
-    with channel, channel.makefile("rb") as stream:
-        request = pickle.dumps(wanted)
-        with theirs:
-            command = own_python("compile_cache.lifecycle.restore", str(theirs.fileno()), str(os.getpid()))
-            passed = theirs.fileno(), lock_fd
-            try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=passed, start_new_session=True
-                )
-            except OSError as error:
-                log.info("restore.no_process error=%s", error)
-                yield from _steps(wanted)
-                return
-        try:
-            channel.sendall(request)
-            cuda_device()  # initialises the driver in this process too, before torch does so
-            read = pickle.Unpickler(stream).load
-            while True:
-                step = read()
-                if isinstance(step, Exception):
-                    raise step
-                yield step
-        except (EOFError, OSError):
-            return  # it has ended
-        finally:
-            _hang_up(channel)
-            process.wait()
+def _steps_elsewhere(wanted: _Wanted, child: Child) -> Iterator[_Step]:
+    """The same steps, in another process: `serve`."""
+    try:
+        child.channel.send(wanted)
+        cuda_device()  # initialises the driver in this process too, before torch does so
+        while True:
+            step = child.channel.recv()
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, _Known):
+                store = step.store
+            elif isinstance(step, _Found) and step.packs is not None:
+                step.packs.store = store  # one client for all
+            yield step
+    except (EOFError, OSError):
+        return  # it has ended
+    finally:
+        child.end()
+        child.close()
 
 
-def _hang_up(channel: socket.socket) -> None:
-    """End a connection, and a wait for it on another thread."""
-    with contextlib.suppress(OSError):  # it is over
-        channel.shutdown(socket.SHUT_RDWR)
-
-
-def main() -> None:
-    """Take the steps for the process that started this one, and end with it. The command line has the socket, and the
-    other process's number."""
-    channel, server = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+def serve(channel: Connection) -> None:
+    """Take the steps for the process that started this one."""
     show_log()
-    with contextlib.suppress(EOFError, OSError), channel, channel.makefile("rwb") as stream:  # it has hung up
-        wanted = pickle.load(stream)
-        threading.Thread(target=_end_with, args=(channel, server), daemon=True).start()
-        write = pickle.Pickler(stream).dump  # which writes no object twice
-        try:
-            for step in _steps(wanted):
-                write(step)
-                stream.flush()
-        except Exception as error:
-            write(CompileCacheError(_text(error)))
-
-
-def _end_with(channel: socket.socket, server: int) -> None:
-    """End this process with the server, or when it hangs up. A fork of it may keep the channel open."""
-    while os.getppid() == server and not select.select([channel], [], [], _LOOK_S)[0]:
-        pass
-    os._exit(1)
+    try:
+        for step in _steps(channel.recv()):
+            channel.send(step)
+    except Exception as error:
+        channel.send(CompileCacheError(_text(error)))
 
 
 def _text(error: Exception) -> str:
@@ -343,13 +307,16 @@ def _text(error: Exception) -> str:
 class _Fetching(threading.Thread):
     """A fetch on its own thread, and its result. `done` is set when `found` is final."""
 
-    def __init__(self, steps: Iterator[_Step], known: _Known | None = None) -> None:
+    def __init__(
+        self, steps: Iterator[_Step], at_miss: Callable[[], None] = lambda: None, known: _Known | None = None
+    ) -> None:
         super().__init__(name="compile-cache-restore", daemon=True)
         self.known = known
         self.found = _Found(failure="the process that restores has ended")
         self.explanation = ""
         self.done = threading.Event()
         self._steps = steps
+        self._at_miss = at_miss
 
     def run(self) -> None:
         """Take the steps. The joining thread gets a failure."""
@@ -362,7 +329,7 @@ class _Fetching(threading.Thread):
                 elif isinstance(step, _Found):
                     self.found = step
                     note("restore", "fetch", began)
-                    self.done.set()
+                    self._end()
                 else:
                     self.explanation = step
                     log.info("restore.miss reason=%s", step)
@@ -373,4 +340,10 @@ class _Fetching(threading.Thread):
             else:
                 self.found = _Found(failure=_text(error))
         finally:
+            self._end()
+
+    def _end(self) -> None:
+        if not self.done.is_set():
+            if self.found.report().outcome != "hit":
+                self._at_miss()
             self.done.set()

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from compile_cache.background.orders import Orders
 from compile_cache.calls.description import class_name
 from compile_cache.errors import NotAModuleError, log
 from compile_cache.inductor.counters import ended_steps
@@ -39,8 +40,10 @@ class Regions:
     `is_hit`: the artifacts come from this very version of the model.
     """
 
-    def __init__(self, settings: Settings, directory: CacheDirectory, is_hit: bool = False) -> None:
-        self.supply = Supply(settings, directory, is_hit, self._count_calls)
+    def __init__(
+        self, settings: Settings, directory: CacheDirectory, is_hit: bool = False, orders: Orders | None = None
+    ) -> None:
+        self.supply = Supply(settings, directory, is_hit, self._count_calls, orders)
         self.by_class: dict[type[nn.Module], Region] = {}
         # How many roots of a class `compile` got, which tell their modules' places apart.
         self._roots = Counter[str]()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.background.orders import OrderQueue, Orders
 from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, log
 from compile_cache.inductor.counters import count_precompiled
@@ -41,7 +42,6 @@ from compile_cache.timeline import noted
 from compile_cache.torch_threads import end_at_exit
 
 if TYPE_CHECKING:
-    from compile_cache.background.orders import Orders
     from compile_cache.inductor.function import Precompiled
     from compile_cache.inductor.make import Answer
     from compile_cache.inductor.stored_functions import Artifacts, GraphsRecord
@@ -69,10 +69,17 @@ class Supply:
     """
 
     def __init__(
-        self, settings: Settings, directory: CacheDirectory, is_hit: bool, calls: Callable[[], int] = int
+        self,
+        settings: Settings,
+        directory: CacheDirectory,
+        is_hit: bool,
+        calls: Callable[[], int] = int,
+        orders: Orders | None = None,
     ) -> None:
         self.settings = settings
         self.directory = directory
+        # The calls for the second process; why there can be none otherwise.
+        self.orders: Orders | str = orders or Orders(settings, directory)
         stored = directory.scan()
         functions = [path for path in stored if path.endswith(SUFFIX)] if is_hit else []
         marks = read_marks(directory.path, stored) if functions else {}
@@ -89,8 +96,6 @@ class Supply:
         self.is_first_run = settings.setup_budget_s is None and not is_hit
         self.is_warming_up = False
         self.tracing_s = _TRACING_S
-        # The orders, or why there can be none; None until the first one.
-        self._orders: Orders | str | None = None
         # In `block`, also for the program's own `torch.compile`, whose graphs depend on torch's settings.
         if settings.cold_start == "block" or has_artifacts(stored):
             self.open(marks)
@@ -186,21 +191,9 @@ class Supply:
 
     # What the second process answers.
 
-    def orders(self) -> Orders | str:
-        """The calls for the second process; why there can be none otherwise."""
-        if self._orders is None:
-            from compile_cache.background.orders import Orders
-
-            with LOCK:
-                if self._orders is None:
-                    self._orders = Orders(self.settings, self.directory)
-                    if self.late is None:
-                        self._orders.queue.release()
-        return self._orders
-
     @property
-    def _queue(self) -> Any:
-        return None if isinstance(self._orders, str | None) else self._orders.queue
+    def _queue(self) -> OrderQueue | None:
+        return None if isinstance(self.orders, str) else self.orders.queue
 
     @property
     def is_full(self) -> bool:
@@ -216,7 +209,7 @@ class Supply:
         return taken
 
     def _taken(self, name: str, answer: Answer) -> Answer:
-        orders = self.orders()
+        orders = self.orders
         assert not isinstance(orders, str)  # it has answered
         self._wait_for_gap()
         if not answer.is_precompiled and self.late is None:  # the next boot traces its graphs
@@ -292,7 +285,7 @@ class Supply:
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold. Calls that wait for stored
         functions load them."""
-        self._orders = reason
+        self.orders = reason
         self.late = None
         self.moment.forget_threads()
         self.look_again()
@@ -376,7 +369,7 @@ class RegionSupply:
 
     def pack(self, case: Case, call: Call) -> Callable[[], None]:
         """What orders a call, which is in bytes then. Raises NotHandedOver if it cannot be ordered."""
-        orders = self.boot.orders()
+        orders = self.boot.orders
         if isinstance(orders, str):
             raise NotHandedOver(orders)
         name = f"{self.report.name} {case.spec}"

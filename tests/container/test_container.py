@@ -117,7 +117,7 @@ def test_the_next_container_boots_with_a_hit_and_compiles_nothing_under(options,
 
 @pytest.mark.parametrize(("quota", "cpus"), [("1.5", "1"), ("2", "2")])
 def test_the_second_process_counts_a_quota_of_cpus(quota, cpus, image):
-    program = "from compile_cache.background.child import CGROUP, quota_cpus; print(quota_cpus(CGROUP))"
+    program = "from compile_cache.background.child_main import CGROUP, quota_cpus; print(quota_cpus(CGROUP))"
     assert docker("run", "--rm", "--network", "none", "--cpus", quota, image, "python", "-c", program) == cpus
 
 
