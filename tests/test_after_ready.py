@@ -12,7 +12,7 @@ from blocks import Inner, Product
 from boots import run_boot, settings
 from precompiling import activated, artifacts, build, eager, finish, tensor, warm_up
 
-from compile_cache.calls.spec import Call
+from compile_cache.calls.torch_call import Call
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.kinds import Case

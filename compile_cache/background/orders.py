@@ -27,7 +27,8 @@ from queue import PriorityQueue
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.calls.pickling import hand_over
-from compile_cache.calls.spec import Call, on_gpu
+from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import (
     ArtifactError,
     CompileCacheError,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from compile_cache.calls.spec import GLOBAL_HOOKS, Call, Parts
+from compile_cache.calls.module_state import GLOBAL_HOOKS, Parts
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import Failure, GraphNotStored, NoGraph, attempt, log
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and_compare

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
+from compile_cache.calls.spec import RECOMPILE_LIMIT
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, log
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import (
