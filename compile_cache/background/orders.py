@@ -115,7 +115,7 @@ class Orders:
             ArtifactError: an artifact is damaged.
             OSError: a file is missing, or the cache directory cannot be written.
         """
-        self._directory.publishable.expect(answer.files)  # before they exist: another thread may be looking
+        self._directory.ledger.expect(answer.files)  # before they exist: another thread may be looking
         files = sorted(answer.files, key=lambda path: path.startswith(PRECOMPILED))
         _copy(files, self.workshop, self._directory.path)
 

@@ -105,7 +105,7 @@ class ServedByGraphs:
             supply.boot.moment.note(case.subject(module), partial(report.take_step, "graphs"))
             self._passed.setdefault(module, {})[case] = self._is_whole
             for owner in (case.graphs, supply.owner):
-                supply.boot.directory.publishable.release(owner)
+                supply.boot.directory.ledger.release(owner)
         elif isinstance(outcome, Unended) and not outcome.is_final:  # a later call of the warm-up tries again
             report.explain(f"its graphs are not compared with eager: {Failure(outcome.error).reason}", case.spec)
         elif isinstance(outcome, GraphNotStored) and record is not None:  # the next such call is ordered
