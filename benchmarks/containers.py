@@ -140,12 +140,12 @@ class Cache:
 
     def hand_over(self) -> None:
         """Let everything be published that was not restored, as if a compiler had just finished it."""
-        self.directory.publishable.hand_over(self.directory.publishable.appeared())
+        self.directory.ledger.hand_over(self.directory.ledger.appeared())
 
     def stage(self) -> Sequence[Pack]:
         """Packs of all that."""
         self.hand_over()
-        return self.publication.stage(self.directory.publishable.ready(), "the benchmark")
+        return self.publication.stage(self.directory.ledger.ready(), "the benchmark")
 
     def publish(self) -> None:
         """Put them."""

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compile_cache.lifecycle.prediction import call_as_cog
+from compile_cache.lifecycle.warm_up_call import call_as_cog
 
 
 def main() -> None:

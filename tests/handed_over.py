@@ -20,7 +20,8 @@ from torch import nn
 
 from compile_cache.calls.description import structure, structure_digest
 from compile_cache.calls.pickling import receive
-from compile_cache.calls.spec import CallSpec, call_region
+from compile_cache.calls.spec import CallSpec
+from compile_cache.calls.torch_call import call_region
 
 
 @dataclass(frozen=True, slots=True)

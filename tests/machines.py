@@ -63,9 +63,9 @@ class Machine:
 
     def stage(self) -> tuple[Pack, ...]:
         """Packs of everything that no restore brought."""
-        publishable = self.directory.publishable
-        publishable.hand_over(publishable.appeared())
-        return self.publication.stage(publishable.ready(), "the test")
+        ledger = self.directory.ledger
+        ledger.hand_over(ledger.appeared())
+        return self.publication.stage(ledger.ready(), "the test")
 
     def publish(self) -> tuple[Pack, ...]:
         packs = self.stage()

@@ -28,7 +28,7 @@ from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.publishable import Publishable
+from compile_cache.storage.ledger import Ledger
 
 # The boots of an `activated` context, which ends with it.
 _BOOTED: list[Regions] = []
@@ -49,8 +49,8 @@ def tensor(*shape: int, seed: int = 1) -> torch.Tensor:
 def boot(directory: CacheDirectory, *modules: nn.Module, settings: Settings | None = None) -> Regions:
     """A boot's compiler, as in a new process, whose regions are `modules`."""
     torch._dynamo.reset()
-    directory.publishable = Publishable(directory.scan)
-    directory.publishable.expect(directory.scan())  # they were restored
+    directory.ledger = Ledger(directory.scan)
+    directory.ledger.expect(directory.scan())  # they were restored
     compiler = Regions(resolve_cold_start(settings or Settings()), directory)
     _BOOTED.append(compiler)
     for module in modules:

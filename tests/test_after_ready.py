@@ -12,7 +12,7 @@ from blocks import Inner, Product
 from boots import run_boot, settings
 from precompiling import activated, artifacts, build, eager, finish, tensor, warm_up
 
-from compile_cache.calls.spec import Call
+from compile_cache.calls.torch_call import Call
 from compile_cache.lifecycle.boot_report import BootReport
 from compile_cache.lifecycle.prediction import Prediction
 from compile_cache.serving.kinds import Case
@@ -20,7 +20,7 @@ from compile_cache.serving.region import Region
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
-from compile_cache.storage.publishable import Publishable
+from compile_cache.storage.ledger import Ledger
 
 BACKGROUND = Settings(cold_start="background", unseen="background")
 FILLING = Settings(cold_start="block", unseen="background", setup_budget_s=0)
@@ -231,14 +231,14 @@ def test_what_another_version_stored_is_published_though_nothing_calls_it_again(
     for mark in restart.path.rglob("*.late"):
         mark.unlink()
     paths = {path.relative_to(restart.path).as_posix() for path in artifacts(restart)}
-    restart.publishable = Publishable(restart.scan)
-    restart.publishable.plant({path: path for path in paths})
+    restart.ledger = Ledger(restart.scan)
+    restart.ledger.plant({path: path for path in paths})
     torch._dynamo.reset()
     compiler, modules = Regions(BACKGROUND, restart), (build(Once), build(Once), build(Step))
     for module in modules:
         compiler.compile(module, after_ready=True)
     warm_up(compiler, lambda: call(modules))
-    assert paths <= restart.publishable.ready(is_ending=True).keys()
+    assert paths <= restart.ledger.ready(is_ending=True).keys()
 
 
 def test_if_nothing_can_be_loaded_on_a_thread_calls_load_it(restart, monkeypatch):

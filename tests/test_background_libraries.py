@@ -34,7 +34,7 @@ def order(orders: Orders, name: str) -> None:
     def take(answer: Future[Any]) -> None:
         if not answer.cancelled() and not answer.result().reason:
             orders.take(answer.result())
-            orders._directory.publishable.hand_over(answer.result().files)
+            orders._directory.ledger.hand_over(answer.result().files)
 
     made.answer.add_done_callback(take)
     orders.queue.put(made)

@@ -153,7 +153,7 @@ def test_what_the_store_has_is_not_published_again_and_the_first_wins(local, mac
         booted = after_restore(machine(local))
     before = stored(local)
     change(booted)
-    booted.directory.publishable.hand_over(COLD)
+    booted.directory.ledger.hand_over(COLD)
     assert booted.publish() == ()
     assert stored(local) == before
     assert machine(local).restored() == COLD
@@ -393,13 +393,13 @@ def test_of_another_version_only_what_is_used_is_published(local, machine, key, 
     old = machine(local)
     old.write({path: path.encode() for path in OWNERS})
     for path, owner in OWNERS.items():
-        old.directory.publishable.hand_over([path], owner)
+        old.directory.ledger.hand_over([path], owner)
     (pack,) = old.publish()
     version = replace(key, model_version="2")
     new, last = machine(local, key=version), machine(local, key=version)
     install(replace(old.fetch(new.directory), seeded_from="1"), new.directory)
     for owner in used:
-        new.directory.publishable.use(owner)
+        new.directory.ledger.use(owner)
     new.write({"new.so": b"new"})
     new.publish()
     local.delete(key.prefix + pack.name)

@@ -18,8 +18,9 @@ from programs import run_program
 from torch import nn
 
 from compile_cache.calls.description import NotDescribedError, code_digest, describe
+from compile_cache.calls.module_state import why_eager
 from compile_cache.calls.overlaps import overlaps
-from compile_cache.calls.spec import CallSpec, on_gpu, why_eager, with_plain_strides
+from compile_cache.calls.spec import CallSpec, on_gpu, with_plain_strides
 from compile_cache.inductor.torch_state import describe_switches, switches
 from compile_cache.key.environment import digest
 

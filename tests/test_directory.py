@@ -211,16 +211,16 @@ def test_a_scan_finds_every_artifact_with_its_time_and_no_locks_files_still_bein
 
 
 def test_what_was_withdrawn_with_its_owner_is_never_ready(tmp_path):
-    publishable = CacheDirectory.claim(tmp_path).publishable
-    publishable.plant({"seed": "seed", "seed.so": "seed", "other": "other", "nobody's": ""})
-    publishable.expect(["restored"])
-    publishable.hand_over(["one", "one.so"], "one", 60)
-    publishable.use("seed")
+    ledger = CacheDirectory.claim(tmp_path).ledger
+    ledger.plant({"seed": "seed", "seed.so": "seed", "other": "other", "nobody's": ""})
+    ledger.expect(["restored"])
+    ledger.hand_over(["one", "one.so"], "one", 60)
+    ledger.use("seed")
     for owner in ("one", "seed", "restored", "Class"):
-        publishable.withdraw(owner)
-    publishable.release("one")
-    assert publishable.ready(is_ending=True) == {"nobody's": ""}
-    assert publishable.withheld == {"one", "one.so", "seed", "seed.so", "restored"}
+        ledger.withdraw(owner)
+    ledger.release("one")
+    assert ledger.ready(is_ending=True) == {"nobody's": ""}
+    assert ledger.withheld == {"one", "one.so", "seed", "seed.so", "restored"}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from test_quantization import TORCHAO
 from torch import nn
 
 from compile_cache.calls.pickling import hand_over, receive
-from compile_cache.calls.spec import call_region, serve_by
+from compile_cache.calls.torch_call import call_region, serve_by
 from compile_cache.errors import NotHandedOver
 
 PROJECT = Path(__file__).parent.parent

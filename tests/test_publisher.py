@@ -25,7 +25,7 @@ from compile_cache.errors import StoreUnavailable
 from compile_cache.lifecycle.boot_report import BootReport, PublishReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
-from compile_cache.storage.publishable import Publishable
+from compile_cache.storage.ledger import Ledger
 from compile_cache.storage.stores.base import ObjectStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
@@ -46,7 +46,7 @@ class Hanging:
 class Compiled:
     """A compiler of which some files are losers of autotuning."""
 
-    publishable: Publishable | None = None
+    ledger: Ledger | None = None
     unread: Collection[str] = ()
     has_others: bool = False
 
@@ -54,7 +54,7 @@ class Compiled:
         return set(self.unread) & set(paths)
 
     def hand_over_others(self) -> None:
-        self.publishable.hand_over(self.publishable.appeared())
+        self.ledger.hand_over(self.ledger.appeared())
         self.has_others = False
 
 
@@ -69,7 +69,7 @@ class Started:
 
     def make(self, files: dict[str, bytes], owner: str = "", wait_s: float = 0.0) -> None:
         self.machine.write(files)
-        self.machine.directory.publishable.hand_over(files, owner, wait_s)
+        self.machine.directory.ledger.hand_over(files, owner, wait_s)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
         written = tmp_path / "report.json"
         report, settings = BootReport(path=str(written)), Settings(exit_budget_s=exit_budget_s)
         if compiler is not None:
-            compiler.publishable = machine.directory.publishable
+            compiler.ledger = machine.directory.ledger
         publisher = Publisher(machine.publication, report, settings, compiler)
         started.append(Started(publisher, machine, report.publish, written))
         started[-1].make(files)
@@ -169,8 +169,8 @@ def test_what_no_case_made_is_published_when_torch_has_compiled_something(local,
 def test_what_no_boot_reads_and_what_failed_is_not_published(local, tmp_path, start):
     started = start(local, compiler=Compiled(unread={"kernel.so"}), begin=False)
     started.make({"wrong.aot": b"wrong", "wrong.so": b"its kernel"}, "wrong.aot")
-    started.machine.directory.publishable.withdraw("wrong.aot")
-    started.machine.directory.publishable.plant({"unused.aot": "unused.aot"})
+    started.machine.directory.ledger.withdraw("wrong.aot")
+    started.machine.directory.ledger.plant({"unused.aot": "unused.aot"})
     started.publisher.start()
     started.publisher.flush()
     assert restored(tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
@@ -184,7 +184,7 @@ def test_a_file_that_waits_is_published_when(local, tmp_path, start, way):
     if way == "the process ends":
         started.publisher.flush()
     elif way == "its owner is released":
-        started.machine.directory.publishable.release("one.aot")
+        started.machine.directory.ledger.release("one.aot")
     else:
         started.make({"one.aot": b"code", "one.so": b"its kernel"}, "one.aot", -1)
     assert started.publisher.wait(PATIENCE_S)
@@ -300,13 +300,13 @@ def test_what_is_withdrawn_after_it_was_packed_is_not_uploaded(start, tmp_path):
     started = start(Watched(tmp_path / "store", list=lambda _: withdraw()), files={}, begin=False)
     started.make(FILES, owner="Block")
     started.make({"other.so": b"of another class"}, owner="Other")
-    publishable, outbox = started.machine.directory.publishable, started.machine.directory.outbox
+    ledger, outbox = started.machine.directory.ledger, started.machine.directory.outbox
     packed = []
 
     def withdraw() -> None:
         if any(outbox.rglob("*.pack")) and not packed:
             packed.append(True)
-            publishable.withdraw("Block")
+            ledger.withdraw("Block")
 
     started.publisher.start()
     assert started.publisher.wait(PATIENCE_S)

@@ -36,7 +36,7 @@ from compile_cache.serving.comparison import compare
 from compile_cache.serving.kinds import State
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
-from compile_cache.storage.publishable import Publishable
+from compile_cache.storage.ledger import Ledger
 
 close = torch.testing.assert_close
 BACKGROUND = Settings(cold_start="background", unseen="background")
@@ -445,7 +445,7 @@ def test_an_artifact_is_compared_with_eager_on_every_instance(directory, monkeyp
     close(answers, [eager(build(Product), tensor()), eager(build(Product, 2.0), tensor())])
     close([predict(right, tensor()), predict(wrong, tensor())], answers)
     assert "differs from eager" in only_report(compiler).reason
-    assert compiler.supply.directory.publishable.withheld
+    assert compiler.supply.directory.ledger.withheld
     assert not list(directory.path.rglob("*.compared"))
 
 
@@ -474,24 +474,24 @@ def test_a_version_trusts_what_another_has_compared_only_once_it_has_compared_it
     modules = [build(Product), build(Product)]
     first = boot(directory, *modules)
     warm_up(first, lambda: [module(tensor()) for module in modules])
-    owners = first.supply.directory.publishable.ready(is_ending=True)
+    owners = first.supply.directory.ledger.ready(is_ending=True)
     assert len(marks := [path for path in owners if path.endswith(".compared")]) == 1
     modules = [build(Product), build(Product)]
-    directory.publishable = Publishable(directory.scan)
-    directory.publishable.plant(owners)
+    directory.ledger = Ledger(directory.scan)
+    directory.ledger.plant(owners)
     second = Regions(resolve_cold_start(Settings()), directory)
     for module in modules:
         second.compile(module)
 
     def call() -> None:
         modules[0](tensor())
-        published = second.supply.directory.publishable.ready(is_ending=True)
+        published = second.supply.directory.ledger.ready(is_ending=True)
         assert [path for path in published if path.endswith(".aot")]
         assert not published.keys() & {*marks}
         modules[1](tensor())
 
     warm_up(second, call)
-    assert {*marks} <= second.supply.directory.publishable.ready(is_ending=True).keys()
+    assert {*marks} <= second.supply.directory.ledger.ready(is_ending=True).keys()
 
 
 def test_code_for_whose_comparison_there_is_no_memory_serves_once_it_was_compared(shared, monkeypatch):

@@ -147,9 +147,9 @@ def test_classes_of_one_name_are_counted_apart_and_own_their_files_apart(directo
         "test_regions.named.<locals>.Net 2": 2,
     }
     first, second = compiler.by_class.values()
-    ready = directory.publishable.ready(is_ending=True)
-    directory.publishable.withdraw(first.supply.owner)
-    left = directory.publishable.ready(is_ending=True)
+    ready = directory.ledger.ready(is_ending=True)
+    directory.ledger.withdraw(first.supply.owner)
+    left = directory.ledger.ready(is_ending=True)
     assert first.supply.owner not in left.values()
     assert {path for path, owner in ready.items() if owner == second.supply.owner} <= left.keys()
     assert second.supply.owner in left.values()

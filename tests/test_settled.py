@@ -31,6 +31,7 @@ from precompiling import (
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from compile_cache.calls import module_state
 from compile_cache.calls import spec as call_spec
 from compile_cache.calls.spec import CallSpec, likeness
 from compile_cache.serving import region as routing
@@ -493,15 +494,15 @@ def test_a_call_that_fails_after_it_claimed_its_case_leaves_it_to_the_next_one(d
 
 
 def test_an_own_forward_that_another_thread_takes_away_meanwhile_fails_no_call(monkeypatch):
-    block, real = build(Block), call_spec._is_own
+    block, real = build(Block), module_state._is_own
     block.forward = block.forward
 
     def is_own(forward: Any, part: nn.Module) -> bool:
         vars(part).pop("forward")
         return real(forward, part)
 
-    monkeypatch.setattr(call_spec, "_is_own", is_own)
-    assert call_spec.why_eager(block) == ""
+    monkeypatch.setattr(module_state, "_is_own", is_own)
+    assert module_state.why_eager(block) == ""
 
 
 class Streaming(nn.Module):

@@ -25,7 +25,8 @@ from torch import nn
 
 from compile_cache.background.orders import Order
 from compile_cache.calls.pickling import receive
-from compile_cache.calls.spec import Call, CallSpec, top_sizes
+from compile_cache.calls.spec import CallSpec, top_sizes
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError
 from compile_cache.inductor import stored_functions
 from compile_cache.inductor.function_file import read_marks

@@ -252,7 +252,7 @@ def test_artifact_that_computes_something_else_serves_nothing_and_is_withheld(re
     compiler = boot(restart, module)
     expected = eager(build(Cheating), tensor())
     close(warm_up(compiler, lambda: module(tensor())), expected)
-    assert wrong.path not in compiler.supply.directory.publishable.ready(is_ending=True)
+    assert wrong.path not in compiler.supply.directory.ledger.ready(is_ending=True)
     assert "differs from eager by" in only_report(compiler).reason
     close(warm_up(compiler, lambda: module(tensor())), expected)
     with torch.inference_mode():
@@ -266,7 +266,7 @@ def test_class_that_computes_something_else_when_compiled_leaves_no_artifact_to_
     assert only_report(compiler).step == "eager"
     new = {path.relative_to(restart.path).as_posix() for path in artifacts(restart)}
     old = {path.relative_to(made.path).as_posix() for path in artifacts(made)}
-    assert new - old <= compiler.supply.directory.publishable.withheld
+    assert new - old <= compiler.supply.directory.ledger.withheld
 
 
 @pytest.mark.parametrize(

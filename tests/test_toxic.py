@@ -266,7 +266,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
     def make() -> Published:
         spoiled = machine(proxy.url, "spoiled")
         spoiled.write(MADE)
-        spoiled.directory.publishable.hand_over(MADE)
+        spoiled.directory.ledger.hand_over(MADE)
         publisher = Publisher(spoiled.publication, BootReport(), Settings(exit_budget_s=EXIT_BUDGET_S))
         started.append(publisher)
         publisher.start()

@@ -40,7 +40,7 @@ def answer(block: nn.Module, rows: int) -> torch.Tensor:
 
 def functions_of(compiler: Regions) -> list[str]:
     """The paths of all functions that were handed over."""
-    return [path for path in compiler.supply.directory.publishable.ready(is_ending=True) if path.endswith(".aot")]
+    return [path for path in compiler.supply.directory.ledger.ready(is_ending=True) if path.endswith(".aot")]
 
 
 def served(compiler: Regions) -> dict[str, int]:
@@ -72,9 +72,9 @@ def many(directory, monkeypatch):
 
     def take_and_look(orders: Orders, answer: Answer) -> None:
         take(orders, answer)
-        publishable = orders._directory.publishable
-        publishable.hand_over(publishable.appeared())  # as the publisher may do at any moment
-        early.update({*answer.files} & publishable.ready().keys())
+        ledger = orders._directory.ledger
+        ledger.hand_over(ledger.appeared())  # as the publisher may do at any moment
+        early.update({*answer.files} & ledger.ready().keys())
 
     monkeypatch.setattr(Orders, "take", take_and_look)
     blocks = [build(Product) for _ in range(6)]
@@ -92,7 +92,7 @@ def answer_all(blocks: list[nn.Module], rows: int = 4) -> None:
 
 def marks(compiler: Regions) -> set[str]:
     """What tells later boots on which instances code was compared."""
-    return {path for path in compiler.supply.directory.publishable.ready(is_ending=True) if path.endswith(".compared")}
+    return {path for path in compiler.supply.directory.ledger.ready(is_ending=True) if path.endswith(".compared")}
 
 
 def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_next_one_is_served(many):
@@ -107,27 +107,27 @@ def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_nex
 
 def test_an_answer_without_code_uses_nothing_of_another_version(directory):
     regions = boot(directory, build(Product), settings=BACKGROUND)
-    directory.publishable.plant({"seed.so": "blocks.Product"})
+    directory.ledger.plant({"seed.so": "blocks.Product"})
     (region,) = regions.by_class.values()
     region.supply._hand_over(Answer(has_found=True))
-    assert directory.publishable.ready() == {}
+    assert directory.ledger.ready() == {}
     region.supply._hand_over(Answer(path := "precompiled/a/0.graphs"))
-    assert directory.publishable.ready().keys() <= {path}
+    assert directory.ledger.ready().keys() <= {path}
     region.supply._hand_over(Answer(path, has_found=True))
-    directory.publishable.withheld.add(path)
-    assert directory.publishable.ready() == {"seed.so": "blocks.Product"}
+    directory.ledger.withheld.add(path)
+    assert directory.ledger.ready() == {"seed.so": "blocks.Product"}
 
 
 def test_code_is_published_with_its_files_once_it_serves_or_at_the_end(many):
     blocks, compiler = many
     (path,) = functions_of(compiler)
-    publishable = compiler.supply.directory.publishable
+    ledger = compiler.supply.directory.ledger
     answer_all(blocks[:1])
-    assert publishable.ready() == {}
-    at_the_end = publishable.ready(is_ending=True)
+    assert ledger.ready() == {}
+    at_the_end = ledger.ready(is_ending=True)
     assert at_the_end[path] == path
     answer_all(blocks[:1])  # by code that is taken
-    assert publishable.ready().items() >= at_the_end.items()
+    assert ledger.ready().items() >= at_the_end.items()
     assert {owner for file, owner in at_the_end.items() if not file.startswith("precompiled/")} == {"blocks.Product"}
 
 

@@ -19,7 +19,8 @@ import torch
 
 from compile_cache.calls.pickling import receive
 from compile_cache.calls.shadow import Shadow
-from compile_cache.calls.spec import Call, on_gpu
+from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError, NotHandedOver
 from compile_cache.inductor.function_file import PRECOMPILED
 from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, make

@@ -47,7 +47,7 @@ from compile_cache.timeline import note
 from compile_cache.torch_threads import end_at_exit
 
 if TYPE_CHECKING:
-    from compile_cache.calls.spec import Call
+    from compile_cache.calls.torch_call import Call
     from compile_cache.inductor.make import Answer, Dimensions
     from compile_cache.inductor.torch_state import ServerState
 
@@ -122,7 +122,7 @@ class Orders:
             ArtifactError: an artifact is damaged.
             OSError: a file is missing, or the cache directory cannot be written.
         """
-        self._directory.publishable.expect(answer.files)  # before they exist: another thread may be looking
+        self._directory.ledger.expect(answer.files)  # before they exist: another thread may be looking
         files = sorted(answer.files, key=lambda path: path.startswith(PRECOMPILED))
         _copy(files, self.workshop, self._directory.path)
 

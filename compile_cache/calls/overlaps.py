@@ -11,22 +11,16 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile_cache.calls.torch_call import Call, pytree
 from compile_cache.errors import ArtifactError, first_line
 
-if TYPE_CHECKING:
-    from compile_cache.calls.spec import Call
-
 OWN_TENSORS = (Tensor, nn.Parameter)
-# The attributes of a module that are torch's own.
-OF_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -62,16 +56,6 @@ def overlaps(values: Iterable[Any]) -> tuple[tuple[int, int], ...]:
     ]
     firsts = [next(first for first, other in enumerate(spans) if _is_overlap(one, other)) for one in spans]
     return tuple([(number, first) for number, first in enumerate(firsts) if number != first])
-
-
-def own_tensors(parts: Iterable[nn.Module]) -> list[Tensor]:
-    """The tensors that the parts of a module have besides parameters: buffers, plain attributes, and what containers
-    and objects in these hold."""
-    values: list[Any] = []
-    for part in parts:
-        values += part._buffers.values()
-        values += [value for name, value in vars(part).items() if name not in OF_MODULE and type(value) not in _PLAIN]
-    return reachable_tensors(values, nn.Module)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -161,6 +145,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments, kwargs = operator._schema.arguments, kwargs or {}
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         written = [values.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
-        tensors = [leaf for leaf in _pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
         self.storages.update(storage_key(tensor) for tensor in tensors if tensor.layout == torch.strided)
         return operator(*args, **kwargs)

@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
 from compile_cache.calls.overlaps import reachable_tensors
-from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import Handle, TensorDescriber, UsedStorage, layout, make_storages
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import Failure, NotHandedOver, first_line, log
 from compile_cache.importable import OWN_MODULES, find, named_objects, why_not
 

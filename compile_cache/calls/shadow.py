@@ -17,8 +17,8 @@ from torch import nn
 
 from compile_cache.calls.overlaps import is_plain, reachable_tensors, span, storage_key
 from compile_cache.calls.pickling import CallPickler, CallUnpickler, known_object
-from compile_cache.calls.spec import Call
 from compile_cache.calls.tensors import STORAGE_ALIGNMENT_BYTES, MadeStorage, UsedStorage
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import Failure, NotHandedOver
 
 # These are the same in all of the process.

@@ -1,51 +1,26 @@
-"""The types of a call; `CallSpec`, the one description of a kind of call; what keeps a call from being compiled; and
-torch's own call.
+"""`CallSpec`, the one description of a kind of call; and what calls have in common.
 
 This module imports torch, and is itself imported only when a boot has torch. It imports no compiler.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import operator
-import sys
-import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.modules.module as module_hooks
-from torch import Tensor, nn
-from torch.utils import _pytree
+from torch import Tensor
 
 from compile_cache.calls.description import ADDRESS, Description, NotDescribedError, class_name, describe, structure
-from compile_cache.calls.overlaps import OF_MODULE, OWN_TENSORS, overlaps, own_tensors
-from compile_cache.errors import NoGraph
+from compile_cache.calls.module_state import own_tensors, parts_of
+from compile_cache.calls.overlaps import OWN_TENSORS, overlaps
+from compile_cache.calls.torch_call import Args, Call, Kwargs, pytree
 
-# The arguments of a call, and the call: module, args and kwargs.
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Call = tuple[nn.Module, Args, Kwargs]
-# How many dispatch modes there are in this thread.
-count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Whether `torch.jit.trace` records this thread.
-is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-# torch's own walk over nested containers, which Dynamo uses too.
-pytree = _pytree
 # So many kinds of calls, and graphs of one function, are kept. Dynamo's own limit is 8; a class compiled for several
 # image sizes and input strides needs more.
 RECOMPILE_LIMIT = 64
-# Every kind of hook that a call of a module runs. Other attributes with `hooks` in their names are options of these.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Those of all modules (torch/nn/modules/module.py, _call_impl).
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(getattr(module_hooks, f"_global{kind}", {}) for kind in HOOKS)
-_DICTS = operator.itemgetter("_modules", *HOOKS)
-# Of a class. torch's code does not see that it was replaced.
-_FORWARD = operator.attrgetter("forward")
-# Where a module keeps its compiled call.
-COMPILED_CALL = "_compiled_call_impl"
 _MOST_SIZES_SHOWN = 6
 _NUMBERS = (int, float, complex)
 # What calls are told apart by as it is.
@@ -192,117 +167,6 @@ def growth(args: Args, kwargs: Kwargs) -> Hashable:
     return values[0].shape, *map(type, values)
 
 
-def why_eager(module: nn.Module) -> str:
-    """Why calls of `module` are served eager in its present state; empty if they may be compiled.
-
-    Hooks of `torch.nn.utils`, such as weight_norm's, belong to the module's forward. An instance's `forward` that is
-    its class's own is taken away: accelerate and diffusers leave it behind when they remove their hooks, and functions
-    that were made without it would not fit.
-    """
-    if any(GLOBAL_HOOKS):
-        return "a hook is registered for all modules"
-    if getattr(sys.modules.get("torch._inductor.config"), "freezing", False):
-        return "torch._inductor.config.freezing makes the values of its weights a part of the code"
-    for part in parts_of(module):
-        variables = vars(part)
-        for kind in HOOKS:
-            if (hooks := variables.get(kind)) and not all(map(_is_of_torch, hooks.values())):
-                return f"{_name(module, part)} has a hook"
-        if "_hf_hook" in variables:  # accelerate's
-            whole = part is module
-            remedy = "Compile its blocks, or do not offload it" if whole else "Offload whole models, or nothing"
-            return f"accelerate moves the weights of {_name(module, part)} in each call. {remedy}"
-        is_compiled = part is not module and variables.get(COMPILED_CALL) is not None
-        if is_compiled or hasattr(variables.get("forward"), "_torchdynamo_orig_callable"):
-            return f"{_name(module, part)} is compiled by another torch.compile. Take that away"
-        if "forward" in variables:
-            if not _is_own(variables.get("forward"), part):
-                return f"{_name(module, part)} has its own `forward` attribute"
-            variables.pop("forward", None)  # another thread may have been first
-    return ""
-
-
-def parts_of(module: nn.Module) -> list[nn.Module]:
-    """A module and all modules in it, each once. Several times as fast as `module.modules()`."""
-    parts = {module: None}
-    found = [module]
-    for part in found:  # which grows meanwhile
-        new = [child for child in part._modules.values() if child is not None and child not in parts]
-        parts.update(dict.fromkeys(new))
-        found += dict.fromkeys(new)
-    return found
-
-
-class Parts:
-    """The parts of a module that had neither hooks nor a `forward` of their own, and the `forwards` of their classes.
-    Every call checks them again.
-
-    torch has guards for each part instead, which take longer to load. Its graphs ignore a hook that is added later, and
-    a class's new `forward`.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        parts = parts_of(module)
-        children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
-        self._classes = tuple(dict.fromkeys(map(type, parts)))
-        self.forwards = tuple(map(_FORWARD, self._classes))
-        self._variables = tuple(map(vars, parts))
-        self._dicts = [*map(_DICTS, self._variables)]
-        self._holder_of = tuple(holder for holder, _, _ in children)
-        self._names = tuple(name for _, name, _ in children)
-        self._children = tuple(child for _, _, child in children)
-        self._buffered = tuple(part._buffers for part in parts if part._buffers)
-        self._tensors = tuple(
-            (variables, name)
-            for variables in self._variables
-            for name, value in variables.items()
-            if name not in OF_MODULE and isinstance(value, Tensor)
-        )
-        self._hook_dicts = tuple(hooks for _, *all_hooks in self._dicts for hooks in all_hooks)
-
-    def overlaps(self, args: Args, kwargs: Kwargs) -> tuple[tuple[int, int], ...]:
-        """The `overlaps` of a call's inputs, and of the buffers and tensors that the parts have as attributes."""
-        values = (*args, *kwargs.values())
-        is_nested = any(isinstance(value, list | tuple | dict) for value in values)
-        inputs = pytree.tree_leaves(values) if is_nested else values
-        buffers = [buffer for holder in self._buffered for buffer in holder.values()]
-        return overlaps([*inputs, *buffers, *(variables.get(name) for variables, name in self._tensors)])
-
-    def are_unhooked(self) -> bool:
-        """Whether all parts exist, none has a hook or a `forward` of its own, and no class of theirs has another
-        `forward`."""
-        children = map(dict.get, self._holder_of, self._names)
-        return (
-            not any(self._hook_dicts)
-            and [*map(_DICTS, self._variables)] == self._dicts  # else hooks or parts are in other dictionaries
-            and not any(map(dict.__contains__, self._variables, itertools.repeat("forward")))
-            and all(map(operator.is_, children, self._children))
-            and self._have_their_forwards()
-        )
-
-    def are_unhooked_still(self) -> bool:
-        """The same for parts that were looked at in this prediction, in a third of the time: a part, or a dictionary of
-        hooks, that was replaced since is not seen."""
-        return not any(self._hook_dicts) and self._have_their_forwards()
-
-    def _have_their_forwards(self) -> bool:
-        return all(map(operator.is_, map(_FORWARD, self._classes), self.forwards))
-
-
-def _name(module: nn.Module, part: nn.Module) -> str:
-    return next((name for name, other in module.named_modules() if other is part), "") or "it"
-
-
-def _is_own(forward: Any, part: nn.Module) -> bool:
-    """Whether this is the method of the module's class."""
-    is_bound = getattr(forward, "__self__", None) is part
-    return is_bound and getattr(forward, "__func__", None) is getattr(type(part), "forward", None)
-
-
-def _is_of_torch(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.nn.utils.")
-
-
 def with_plain_strides(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The same arguments; in dimensions of size 1, tensors have the strides of a contiguous tensor.
 
@@ -341,38 +205,3 @@ def on_gpu(call: Call) -> bool:
     leaves = [*pytree.tree_leaves(call[1:]), *(tensor for tensors in own for tensor in tensors.values())]
     devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     return bool(devices) and "cpu" not in devices
-
-
-class _CompiledCall(functools.partial[Any]):
-    """A module's compiled call. It is pickled as None, also where a custom `__getstate__` includes it.
-
-    It does not keep its module, which has it: what is kept of a module's parts shall not keep the module.
-    """
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def serve_by(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let `call(weakref.ref(module), *args, **kwargs)` answer calls of `module`: the hook of `module.compile()`."""
-    module._compiled_call_impl = _CompiledCall(call, weakref.ref(module))
-
-
-def call_region(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """torch's own call of a module that is not compiled, hooks included.
-
-    This is a function of a module, because torch can store neither a method nor a decorated `forward`, and Dynamo skips
-    the methods of torch's own classes.
-    """
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def call_by_graph(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """`call_region` for `torch.compile`. Where no graph fits, torch runs this function as it is.
-
-    Raises:
-        NoGraph: it does.
-    """
-    if not torch.compiler.is_dynamo_compiling():  # in a graph this is a constant
-        raise NoGraph("torch.compile has no graph of the call. Is TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?")
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

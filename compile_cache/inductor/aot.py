@@ -37,7 +37,7 @@ from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch.utils._traceback import CapturedTraceback
 
 from compile_cache.calls.description import NotDescribedError, class_name, describe
-from compile_cache.calls.spec import Call, call_region
+from compile_cache.calls.torch_call import Call, call_region
 from compile_cache.errors import Failure, NotPrecompilable
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import StoredCode, check_kernels, give_keys, without_compiler

@@ -22,18 +22,9 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import class_name, code_digest
-from compile_cache.calls.spec import (
-    GLOBAL_HOOKS,
-    HOOKS,
-    Args,
-    Call,
-    Kwargs,
-    Parts,
-    call_region,
-    on_gpu,
-    parts_of,
-    why_eager,
-)
+from compile_cache.calls.module_state import GLOBAL_HOOKS, HOOKS, Parts, parts_of, why_eager
+from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.torch_call import Args, Call, Kwargs, call_region
 from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
 from compile_cache.importable import find, look_up
 from compile_cache.inductor.aot import Compilation, compile_call, load_function

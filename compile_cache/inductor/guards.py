@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, describe
-from compile_cache.calls.spec import call_region
+from compile_cache.calls.torch_call import call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.inductor.aot import NOT_STORED, guard_scope, without_texts
 from compile_cache.key.environment import digest
@@ -112,10 +112,10 @@ class RecordedGuard:
 class Recorder:
     """A guard filter that keeps the guards that torch can store, and records the others.
 
-    What is checked anyway is left out, a third of a whole model's guards. `Parts` (calls/spec.py) checks in each call
-    that no part has a hook or a `forward` of its own. Of guards that demand the same, one is kept. That two names are
-    one object is recorded here; torch guards it for tensors alone. With `on_gpu`, torch's guard on its global state
-    goes: it has the number of threads, and `switches` has the rest.
+    What is checked anyway is left out, a third of a whole model's guards. `Parts` (calls/module_state.py) checks in
+    each call that no part has a hook or a `forward` of its own. Of guards that demand the same, one is kept. That two
+    names are one object is recorded here; torch guards it for tensors alone. With `on_gpu`, torch's guard on its global
+    state goes: it has the number of threads, and `switches` has the rest.
     """
 
     def __init__(self, on_gpu: bool, salt: str) -> None:

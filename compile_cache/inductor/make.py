@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from compile_cache.calls.overlaps import writes_where_tensors_overlap
-from compile_cache.calls.spec import Call, call_by_graph, call_region, on_gpu, pytree
+from compile_cache.calls.spec import on_gpu
+from compile_cache.calls.torch_call import Call, call_by_graph, call_region, pytree
 from compile_cache.errors import ArtifactError, CompileCacheError, Failure, GraphNotStored, attempt, first_line
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.inductor.function_file import SUFFIX

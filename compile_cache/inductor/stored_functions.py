@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec, on_gpu
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError, NotPrecompilable, log
 from compile_cache.files import replacing
 from compile_cache.inductor.aot import options_digest

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from compile_cache.calls.spec import autocast_dtype, count_dispatch_modes
+from compile_cache.calls.spec import autocast_dtype
+from compile_cache.calls.torch_call import count_dispatch_modes
 from compile_cache.errors import Failure, NotHandedOver
 from compile_cache.importable import find, reference, why_not
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from compile_cache.errors import CompileCacheError, SettingsError, log
 from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
-from compile_cache.lifecycle.prediction import Prediction, call_as_cog
+from compile_cache.lifecycle.prediction import Prediction
+from compile_cache.lifecycle.warm_up_call import call_as_cog
 from compile_cache.settings import Settings
 from compile_cache.timeline import Timeline
 

@@ -45,7 +45,7 @@ _CREATOR = f"compile_cache {VERSION}"
 
 
 class Publisher:
-    """Publishes what `directory.publishable` has ready, for one boot or one program. `start` begins at READY and
+    """Publishes what `directory.ledger` has ready, for one boot or one program. `start` begins at READY and
     registers the exit hook. `regions` hands over the files that no case made.
 
     Each attempt updates and saves `report`.
@@ -55,7 +55,7 @@ class Publisher:
         self, publication: Publication, report: BootReport, settings: Settings, regions: Regions | None = None
     ) -> None:
         self._publication = publication
-        self._publishable = publication.directory.publishable
+        self._ledger = publication.directory.ledger
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
@@ -128,7 +128,7 @@ class Publisher:
             self._closing.wait(_POLL_S)
 
     def _is_to_stage(self) -> bool:
-        return self._staged_files != self._publishable.ready(self._closing.is_set())
+        return self._staged_files != self._ledger.ready(self._closing.is_set())
 
     def _tend(self) -> None:
         """Mark the key as used, once a day and after each publish. If it has too many packs, merge them a while
@@ -166,7 +166,7 @@ class Publisher:
 
     def _stage(self) -> None:
         self._staged, self._staged_files = [], None  # staging empties the outbox first; after a failure it is due again
-        ready = self._publishable.ready(self._closing.is_set())
+        ready = self._ledger.ready(self._closing.is_set())
         unread = self._regions.unread_files(ready) if self._regions is not None else set()
         with noted("publish", "pack"):
             files = {path: record for path, record in ready.items() if path not in unread}

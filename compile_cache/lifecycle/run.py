@@ -106,8 +106,8 @@ class Program:
         writes libraries in place), but not after the exit code 0."""
         finished_ns = time.time_ns() - (0 if code == 0 else int(_STILL_S * 1e9))
         if code is not None or all(changed_ns <= finished_ns for changed_ns in self._directory.scan().values()):
-            publishable = self._directory.publishable
-            publishable.hand_over(publishable.appeared(finished_ns))
+            ledger = self._directory.ledger
+            ledger.hand_over(ledger.appeared(finished_ns))
 
     def end(self, code: int) -> None:
         """Publish the rest."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compile_cache.calls.overlaps import slots_of
 from compile_cache.calls.shadow import OF_PROCESS, Shadow, state_of
-from compile_cache.calls.spec import COMPILED_CALL, Call, pytree
+from compile_cache.calls.torch_call import COMPILED_CALL, Call, pytree
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt
 from compile_cache.serving.moment import Moment
 

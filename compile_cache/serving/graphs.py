@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from compile_cache.calls.spec import GLOBAL_HOOKS, Call, Parts
+from compile_cache.calls.module_state import GLOBAL_HOOKS, Parts
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import Failure, GraphNotStored, NoGraph, attempt, log
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and_compare
@@ -104,7 +105,7 @@ class ServedByGraphs:
             supply.boot.moment.note(case.subject(module), partial(report.take_step, "graphs"))
             self._passed.setdefault(module, {})[case] = self._is_whole
             for owner in (case.graphs, supply.owner):
-                supply.boot.directory.publishable.release(owner)
+                supply.boot.directory.ledger.release(owner)
         elif isinstance(outcome, Unended) and not outcome.is_final:  # a later call of the warm-up tries again
             report.explain(f"its graphs are not compared with eager: {Failure(outcome.error).reason}", case.spec)
         elif isinstance(outcome, GraphNotStored) and record is not None:  # the next such call is ordered

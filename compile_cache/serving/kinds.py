@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call, CallSpec
+from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec
+from compile_cache.calls.torch_call import Call
 from compile_cache.of_each import OfEach
 from compile_cache.serving.moment import LOCK
 

@@ -20,23 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.calls.module_state import why_eager
 from compile_cache.calls.overlaps import reachable_tensors
-from compile_cache.calls.spec import (
-    RECOMPILE_LIMIT,
-    Args,
-    Call,
-    Kwargs,
-    call_region,
-    count_dispatch_modes,
-    growth,
-    is_tracing,
-    likeness,
-    modes,
-    serve_by,
-    top_sizes,
-    why_eager,
-    with_plain_strides,
-)
+from compile_cache.calls.spec import RECOMPILE_LIMIT, growth, likeness, modes, top_sizes, with_plain_strides
+from compile_cache.calls.torch_call import Args, Call, Kwargs, call_region, count_dispatch_modes, is_tracing, serve_by
 from compile_cache.errors import CompileCacheError, Failure, attempt, first_line
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Outcome, Unended, answer_and_compare

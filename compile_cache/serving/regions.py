@@ -154,9 +154,9 @@ class Regions:
         """Hand over the files that this process made, once they are finished: of the user's own `torch.compile`, of
         Triton kernels, of the toolchain."""
         steps, directory = ended_steps(), self.supply.directory
-        others = directory.publishable.appeared()
+        others = directory.ledger.appeared()
         finished = directory.finished(others)
-        directory.publishable.hand_over(finished)
+        directory.ledger.hand_over(finished)
         self._others_at = steps if finished == others else None
 
     def unread_files(self, paths: Iterable[str]) -> set[str]:

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from compile_cache.background.orders import OrderQueue, Orders
-from compile_cache.calls.spec import RECOMPILE_LIMIT, Call
+from compile_cache.calls.spec import RECOMPILE_LIMIT
+from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, log
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import (
@@ -133,7 +134,7 @@ class Supply:
     def reject(self, path: str, reason: str) -> None:
         """Use a record no more in this boot, and do not publish it."""
         for each in (path, *marks_of(self.directory.path, path)):
-            self.directory.publishable.withdraw(each)
+            self.directory.ledger.withdraw(each)
         if (artifacts := self.functions) is not None:
             artifacts.reject(path, reason)
 
@@ -301,7 +302,7 @@ class RegionSupply:
 
     def __init__(self, report: RegionReport, owner: str, boot: Supply) -> None:
         self.report = report
-        # The class, as the owner of files: see `Publishable`. The report has its name for people.
+        # The class, as the owner of files: see `Ledger`. The report has its name for people.
         self.owner = owner
         self.boot = boot
         self.kinds = Kinds()
@@ -317,9 +318,9 @@ class RegionSupply:
         Raises:
             UnseenCallError: COMPILE_CACHE_UNSEEN is `error`.
         """
-        boot, publishable = self.boot, self.boot.directory.publishable
+        boot, ledger = self.boot, self.boot.directory.ledger
         if self.is_late and (paths := boot.will_load(case, call)):
-            publishable.use(*paths, self.owner)  # the process may end before the next call
+            ledger.use(*paths, self.owner)  # the process may end before the next call
             self.report.take_step("late")
             return None
         found: Precompiled | str = ""
@@ -328,7 +329,7 @@ class RegionSupply:
             looked = attempt(artifacts.find, case.spec, call)
             found = looked.reason if isinstance(looked, Failure) else looked
         if not isinstance(found, str):
-            publishable.use(found.path, self.owner)
+            ledger.use(found.path, self.owner)
             case.arrive(found)
             count_precompiled("loaded")
             self.report.loaded += 1
@@ -355,7 +356,7 @@ class RegionSupply:
         boot = self.boot
         if (artifacts := boot.functions) is None or (record := artifacts.graphs(case.spec, call)) is None:
             return None
-        boot.directory.publishable.use(record.path, self.owner)
+        boot.directory.ledger.use(record.path, self.owner)
         if artifacts.has_functions(case.spec, call[0]):
             why = "functions serve other calls of its class"
         elif not boot.is_warming_up:
@@ -408,12 +409,12 @@ class RegionSupply:
     def _hand_over(self, answer: Answer) -> None:
         """Let what was made of a call be published, once it was compared; graphs at once if this boot compares none any
         more. If graphs were found, those of another version are this one's too."""
-        publishable, record = self.boot.directory.publishable, [answer.path] if answer.path else []
+        ledger, record = self.boot.directory.ledger, [answer.path] if answer.path else []
         wait_s = UNPROVED_S if answer.function is not None or self.boot.late is not None else 0.0
-        publishable.hand_over(record, answer.path, wait_s)
-        publishable.hand_over({path for path in answer.files if not has_artifacts([path])}, self.owner, wait_s)
+        ledger.hand_over(record, answer.path, wait_s)
+        ledger.hand_over({path for path in answer.files if not has_artifacts([path])}, self.owner, wait_s)
         if record and answer.has_found:
-            publishable.use(self.owner)
+            ledger.use(self.owner)
 
     def _arrive(self, case: Case, function: Precompiled) -> None:
         case.arrive(function)
@@ -427,7 +428,7 @@ class RegionSupply:
             case.passed[module] = True
         self.report.take_step("precompiled")
         for owner in (case.function.path, self.owner):
-            self.boot.directory.publishable.release(owner)
+            self.boot.directory.ledger.release(owner)
 
     def mark(self, case: Case, places: Mapping[Any, str]) -> None:
         """Note for later boots on which instances, by their places, a function was compared: in all calls of theirs
@@ -444,13 +445,13 @@ class RegionSupply:
         marked = attempt(write_mark, self.boot.directory.path, function.path, mark)
         # No owner's: a version that uses another's function has not compared it yet.
         if isinstance(marked, str):
-            self.boot.directory.publishable.hand_over([marked], marked)
+            self.boot.directory.ledger.hand_over([marked], marked)
 
     def put_off(self, case: Case, module: nn.Module, unended: Unended) -> None:
         """Conclude nothing from a comparison that did not end. A later call of the instance repeats it, a few times."""
         reason = f"not compared with eager: {Failure(unended.error).reason}"
         if case.function is not None:
-            self.boot.directory.publishable.doubt(case.function.path)
+            self.boot.directory.ledger.doubt(case.function.path)
         tries = case.unended.get(module, 0)
         if unended.is_final or tries == len(_TRIES_AFTER):
             case.unended[module] = LEFT_OUT

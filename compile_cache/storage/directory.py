@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 
 from compile_cache.errors import CacheDirectoryError, PackError, SettingsError
+from compile_cache.storage.ledger import Ledger
 from compile_cache.storage.pack.manifest import check_paths
-from compile_cache.storage.publishable import Publishable
 
 _MOST_DIRECTORIES = 64
 # Lock files, unfinished files, and precompiled headers, which are useless without a compile; and torch's notes on
@@ -41,7 +41,7 @@ class CacheDirectory:
         self.lock_fd = lock_fd
         self._place = root.resolve() / str(number)
         self._named: set[str] = set()
-        self.publishable = Publishable(self.scan, self.kept)
+        self.ledger = Ledger(self.scan, self.kept)
 
     @classmethod
     def claim(cls, root: Path) -> CacheDirectory:

@@ -289,8 +289,8 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
         OSError: the cache directory cannot be written.
     """
     if fetched.seeded_from:
-        directory.publishable.plant(fetched.files)
-    directory.publishable.expect(fetched.files)
+        directory.ledger.plant(fetched.files)
+    directory.ledger.expect(fetched.files)
     for folder in directory.inbox.iterdir():
         _move_into(str(folder), str(directory.path))
     return len(fetched.files)

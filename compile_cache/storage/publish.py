@@ -51,7 +51,7 @@ class Publication:
 
     def stage(self, files: Mapping[str, str], creator: str) -> tuple[Pack, ...]:
         """Finished packs of those `files` that the store lacks, the most valuable first. The files are given with their
-        owners, as `Publishable.ready` has them. Files that no boot could restore are left out: see `left_out`.
+        owners, as `Ledger.ready` has them. Files that no boot could restore are left out: see `left_out`.
 
         Raises:
             StoreError: the store cannot be listed.

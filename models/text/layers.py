@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from compile_cache.calls.spec import HOOKS
+from compile_cache.calls.module_state import HOOKS
 from models.kernels.operators import gated_matrix_vector, matrix_vector, normalize, rms_norm
 
 # Types of rotary embeddings that change with the largest position of a call, which padding would raise.

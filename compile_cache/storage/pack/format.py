@@ -56,7 +56,7 @@ _LARGEST_WINDOW_BYTES = 8 << 20
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file to pack: the local file, its path and logical key inside the cache directory, and its owner (see
-    `Publishable`)."""
+    `Ledger`)."""
 
     local: Path
     path: str

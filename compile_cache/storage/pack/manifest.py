@@ -32,7 +32,7 @@ _Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One artifact: its path in the cache directory and its logical key. `owner`: see
-    `Publishable`. `executable`: its user may execute it."""
+    `Ledger`. `executable`: its user may execute it."""
 
     path: str
     key: str

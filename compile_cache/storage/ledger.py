@@ -1,4 +1,4 @@
-"""What is published: the files of the cache directory that were handed over, finished and right."""
+"""The ledger of what may be published: the files of the cache directory that were handed over, finished and right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 
-class Publishable:
+class Ledger:
     """The files of a cache directory that may be published: whoever made a file hands it over, finished and right.
 
     A file may have an `owner`, with which it is published or withdrawn: the path of a record of what was made, or the
