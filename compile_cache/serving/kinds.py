@@ -34,7 +34,8 @@ class State(enum.Enum):
     """How calls of a case are served. `MOVES` has the ways from one state to another.
 
     - NEW: nothing is known yet. One call at a time looks for a stored function, and orders one if there is none.
-    - ORDERED: a function is to come, from the second process or, after READY, from the store. Eager answers.
+    - ORDERED: the second process makes a function. Eager answers.
+    - LATE: the store has functions, which are loaded after READY. Eager answers.
     - HAS_CODE: a function answers calls of the instances on which it has passed. On any other instance, eager answers,
       and the function runs on a copy and is compared.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
@@ -45,6 +46,7 @@ class State(enum.Enum):
 
     NEW = "new"
     ORDERED = "ordered"
+    LATE = "late"
     HAS_CODE = "has code"
     GROWING = "growing"
     EAGER = "eager"
@@ -53,8 +55,9 @@ class State(enum.Enum):
 # The states that may follow each state. An order that is answered by stored files makes a case NEW: which of them fits
 # is found in a call.
 MOVES: Mapping[State, frozenset[State]] = {
-    State.NEW: frozenset({State.ORDERED, State.HAS_CODE, State.GROWING, State.EAGER}),
+    State.NEW: frozenset({State.ORDERED, State.LATE, State.HAS_CODE, State.GROWING, State.EAGER}),
     State.ORDERED: frozenset({State.NEW, State.HAS_CODE, State.EAGER}),
+    State.LATE: frozenset({State.NEW}),
     State.HAS_CODE: frozenset({State.EAGER}),
     State.GROWING: frozenset({State.NEW}),
     State.EAGER: frozenset(),
@@ -185,7 +188,7 @@ class Kinds:
     @property
     def waiting(self) -> int:
         """How many cases are served eager until their function arrives, or a comparison of it ends."""
-        return sum(case.state is State.ORDERED or max([0, *case.unended.values()]) > 0 for case in self)
+        return sum(case.state in (State.ORDERED, State.LATE) or max([0, *case.unended.values()]) > 0 for case in self)
 
     def case(self, call: Call) -> tuple[Case, Precompiled | None] | str:
         """The case of this call, made if it is new, and its function, which fits the call. One that arrives later may

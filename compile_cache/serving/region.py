@@ -156,7 +156,7 @@ class Region:
         # To look whether a call makes a tensor larger takes a millisecond, so one call of a prediction shows it.
         is_first = case.state is State.GROWING and (case not in self._moment.known or not self._moment.open)
         answer = self.serve_eager(call, case if is_first else None)
-        if case.state in (State.ORDERED, State.GROWING, State.EAGER):  # unless it has not grown
+        if case.state not in (State.NEW, State.HAS_CODE):  # NEW again if it has not grown
             self.settle(call, like, case)
         return answer
 

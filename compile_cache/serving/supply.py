@@ -79,8 +79,6 @@ class Supply:
         late = [path for path in sorted(functions) if path in marks and marks[path].is_late]
         late = late if settings.unseen == "background" else []
         self.late: dict[str, bool] | None = dict.fromkeys(late, False)
-        # The cases that wait for these.
-        self._waiting: list[Case] = []
         self.kinds: list[Kinds] = []
         self._calls = calls
         self.moment = Moment()
@@ -157,10 +155,9 @@ class Supply:
         self.configure()
         paths = attempt(artifacts.unloaded, case.spec, call)
         with LOCK:
-            if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.ORDERED):
+            if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.LATE):
                 return []
             self.late |= dict.fromkeys(paths, True)
-            self._waiting.append(case)
         return paths
 
     def _load_late(self, late: dict[str, bool]) -> None:
@@ -179,10 +176,13 @@ class Supply:
         """Look up the cases again that wait for stored functions, or those among these kinds, from the next moment on.
         Calls load what is not loaded by then."""
         with LOCK:
-            wanted = {*itertools.chain(*kinds)} if kinds else {*self._waiting}
-            for case in [case for case in self._waiting if case in wanted]:
-                self._waiting.remove(case)
+            for case in self._late_cases(*kinds):
                 self.moment.note(case, functools.partial(_reopen, case))
+
+    def _late_cases(self, *kinds: Kinds) -> list[Case]:
+        """The cases that wait for stored functions, or those among these kinds, and that no moment looks up yet."""
+        cases = itertools.chain(*kinds or self.kinds)
+        return [case for case in cases if case.state is State.LATE and not self.moment.has(case)]
 
     # What the second process answers.
 
@@ -277,17 +277,17 @@ class Supply:
     @property
     def waiting(self) -> int:
         """How many kinds of calls are eager until the second process has answered, or their functions are loaded."""
-        return len(self._waiting) + (self._queue.waiting if self._queue is not None else 0)
+        return len(self._late_cases()) + (self._queue.waiting if self._queue is not None else 0)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until none is `waiting`; False after `timeout_s`."""
         until_s = time.monotonic() + timeout_s
-        while self._waiting and time.monotonic() < until_s:
+        while self._late_cases() and time.monotonic() < until_s:
             time.sleep(_GAP_S / 10)
         left_s = max(0.0, until_s - time.monotonic())
         # Calls that are ordered meanwhile are waited for too, those after that are not.
         is_answered = self._queue is None or self._queue.wait(left_s)
-        return is_answered and not self._waiting
+        return is_answered and not self._late_cases()
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold. Calls that wait for stored
@@ -318,7 +318,7 @@ class RegionSupply:
         self.is_late = True
 
     def find(self, case: Case, call: Call) -> Precompiled | None:
-        """The stored function for a call of a claimed case, which it has then. Without one, the case is ORDERED if the
+        """The stored function for a call of a claimed case, which it has then. Without one, the case is LATE if the
         store brings one after READY, EAGER if the settings say so, or else NEW, and to be ordered.
 
         Raises:
