@@ -464,7 +464,7 @@ class Serving(RuleBasedStateMachine):
                 found = eager(self.region.supply.kinds.case, (self.blocks[place], (tensor(rows, 2), number), {}))
                 if code or isinstance(found, str) or found[0].state is State.EAGER:
                     break
-                if found[0].unended.get(self.blocks[place]) == LEFT_OUT:
+                if found[0].trials.get(self.blocks[place]) == LEFT_OUT:
                     break
                 self.answer(99, "a number", False, False, None)
             else:

@@ -32,7 +32,7 @@ from compile_cache.inductor.function_file import (
     write_mark,
 )
 from compile_cache.serving.comparison import Unended
-from compile_cache.serving.kinds import LEFT_OUT, Case, Kinds, State
+from compile_cache.serving.kinds import LEFT_OUT, PASSED, Case, Kinds, State
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
@@ -431,7 +431,7 @@ class RegionSupply:
         if case.state is not State.HAS_CODE or case.function is None:  # it has failed meanwhile
             return
         for module in marked:
-            case.passed[module] = True
+            case.trials[module] = PASSED
         self.report.take_step("precompiled")
         for owner in (case.function.path, self.owner):
             self.boot.directory.publishable.release(owner)
@@ -458,13 +458,13 @@ class RegionSupply:
         reason = f"not compared with eager: {Failure(unended.error).reason}"
         if case.function is not None:
             self.boot.directory.publishable.doubt(case.function.path)
-        tries = case.unended.get(module, 0)
+        tries = max(0, case.trials.get(module, 0))  # another thread may have let it pass
         if unended.is_final or tries == len(_TRIES_AFTER):
-            case.unended[module] = LEFT_OUT
+            case.trials[module] = LEFT_OUT
             self.report.note_eager(reason, case.spec)
         else:  # predictors that replay recorded calls make no other call until there is something new
             early = iter([True] * (_TRIES_AFTER[tries] - 1))
-            case.unended[module] = tries + 1
+            case.trials[module] = tries + 1
             self.boot.moment.note(case.subject(module), lambda: case.state is State.HAS_CODE and next(early, False))
             self.report.explain(reason, case.spec)
         self.report.wait_for(self.kinds)
