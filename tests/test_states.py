@@ -128,6 +128,15 @@ def test_an_instance_that_a_function_does_not_fit_leaves_its_case():
     assert case.instances(False) == [module]
 
 
+def test_a_case_that_was_given_up_waits_for_no_comparison():
+    kinds, module = Kinds(), nn.Identity()
+    arrive(case := case_of(kinds, module, 1), Code(lambda *_: True))
+    case.trials[module] = 1
+    assert kinds.waiting == 1
+    case.move(State.EAGER)
+    assert kinds.waiting == 0
+
+
 def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_length():
     kinds = Kinds()
     for width in (16, 32, 48, 64):

@@ -19,7 +19,7 @@ from torch import nn
 from compile_cache.calls.spec import GLOBAL_HOOKS, Call, Parts
 from compile_cache.errors import Failure, GraphNotStored, NoGraph, attempt, log
 from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and_compare
-from compile_cache.serving.kinds import GRAPHS, LEFT_OUT, WHOLE_GRAPH, Case, State
+from compile_cache.serving.kinds import LEFT_OUT, SEVERAL_GRAPHS, WHOLE_GRAPH, Case, State
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Graphs, Traced
@@ -105,7 +105,7 @@ class ServedByGraphs:
             if record is not None and case.move(State.EAGER):
                 case.graphs = record.path
             supply.boot.moment.note(case.subject(module), partial(report.take_step, "graphs"))
-            case.trials[module] = GRAPHS if found[0].broken_by else WHOLE_GRAPH
+            case.trials[module] = SEVERAL_GRAPHS if found[0].broken_by else WHOLE_GRAPH
             for owner in (case.graphs, supply.owner):
                 supply.boot.directory.publishable.release(owner)
         elif isinstance(outcome, Unended) and not outcome.is_final:  # a later call of the warm-up tries again
@@ -132,7 +132,7 @@ class ServedByGraphs:
         boot, trial = self._region.supply.boot, case.trials.get(call[0], 0)
         if boot.moment.has(case.subject(call[0])):
             return self._region.serve_eager(call)
-        if trial in (WHOLE_GRAPH, GRAPHS):
+        if trial in (WHOLE_GRAPH, SEVERAL_GRAPHS):
             served = _Served(case, trial == WHOLE_GRAPH, call)
             self._region.settle(call, like, case, served)
             return self.serve(served, call, like)

@@ -26,7 +26,7 @@ MOST_FUNCTIONS = 8
 _SIZES_BEFORE_OPEN = 3
 # What is known of a case's code on one instance: how many comparisons have not ended, or one of these. No more
 # comparisons are made; a function has passed; a whole graph has, or several have.
-LEFT_OUT, PASSED, WHOLE_GRAPH, GRAPHS = -1, -2, -3, -4
+LEFT_OUT, PASSED, WHOLE_GRAPH, SEVERAL_GRAPHS = -1, -2, -3, -4
 _CHANGING = "a number or a flag changes from call to call, so no compiled code fits for long"
 _TOO_MANY = f"eager for new kinds of calls: {RECOMPILE_LIMIT} are kept"
 
@@ -144,6 +144,12 @@ class Case:
         with LOCK:
             return [module for module, trial in self.trials.items() if (trial == PASSED) is have_passed]
 
+    @property
+    def waits(self) -> bool:
+        """Whether eager answers until code arrives, or a comparison of it ends."""
+        has_code = self.state is State.HAS_CODE or self.graphs
+        return self.state in (State.ORDERED, State.LATE) or bool(has_code and max([0, *self.trials.values()]) > 0)
+
     def counts_for(self, module: nn.Module) -> bool:
         """Whether the case is one of those that may be made for an instance: it made such calls, or no other did."""
         if self.serves_any:
@@ -190,8 +196,8 @@ class Kinds:
 
     @property
     def waiting(self) -> int:
-        """How many cases are served eager until their function arrives, or a comparison of it ends."""
-        return sum(case.state in (State.ORDERED, State.LATE) or max([0, *case.trials.values()]) > 0 for case in self)
+        """How many cases are served eager until their code arrives, or a comparison of it ends."""
+        return sum(case.waits for case in self)
 
     def case(self, call: Call) -> tuple[Case, Precompiled | None] | str:
         """The case of this call, made if it is new, and its function, which fits the call. One that arrives later may
