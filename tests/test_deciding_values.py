@@ -36,11 +36,11 @@ class Block(nn.Module):
 
 
 class Function(Precompiled):
-    """Code for `Block` that no compiler made. Its checks are real, and it has one guard, `fits_all`."""
+    """Code for `Block` that no compiler made. Its checks are real, and it has one guard: whether it `fits`."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self.path, self.compared_on, self.fits_all = PATH, frozenset[str](), True
-        self._function, self._check_guards = run, lambda _: self.fits_all
+    def __init__(self, run: Callable[..., Any], fits: bool = True) -> None:
+        self.path, self.compared_on = PATH, frozenset[str]()
+        self._function, self._check_guards = run, lambda _: fits
         self._guards: Any = SimpleNamespace(check_verbose=lambda _: SimpleNamespace(verbose_code_parts=()))
         self._checks: Any = SimpleNamespace(difference=lambda *_: "", per_call=lambda _: lambda _: True)
         self._accepted, self._parts = None, OfEach()
@@ -100,7 +100,7 @@ class Scene:
         moved = [case.state for case in self.kinds if case.state is not states.get(case, State.NEW)]
         return ", ".join([*(self.region.served - served), *self.did, *(f"now {state.value}" for state in moved)])
 
-    # Where the call of a test begins. No start: its function has passed.
+    # What a test begins with, or flips.
 
     def settled(self) -> None:
         """Such calls were found to be eager."""
@@ -148,11 +148,12 @@ class Scene:
         self.case.state, self.case.graphs = State.EAGER, "precompiled/group/0.graphs"
         self.case.trials[self.block] = WHOLE_GRAPH
 
-    # Flips that take more than an expression.
+    def use_up(self) -> None:
+        self.moment.known[self.block].calls_left = 0
 
-    def know(self, one: object, **of_sizes: Case) -> None:
-        known = self.moment.known[one] = Known(9)
-        known.functions = {top_sizes((self.x,), {}): tuple(of_sizes.values())}
+    def know(self, one: object, *of_sizes: Case) -> None:
+        self.moment.known[one] = Known(9)
+        self.moment.known[one].functions[top_sizes((self.x,), {})] = of_sizes
 
 
 def given(name: str, value: Any) -> Callable[[Any], None]:
@@ -169,126 +170,64 @@ def given(name: str, value: Any) -> Callable[[Any], None]:
 
 Flip = tuple[Callable[[Scene], object], str, Callable[[Scene], object], str]
 START = id
+SERVES, NOW_SERVES, EAGER = "precompiled", "precompiled, now has code", "eager"
+COMPARED, NOW_COMPARED = "eager, compared", "eager, compared, now has code"
+ORDERED, LATE = "eager, now ordered", "eager, now late"
 # By value: where the call begins, how it is served there, the flip of this value alone, and how it is served then.
 FLIPS: dict[str, Flip] = {
-    "Moment.known": (START, "precompiled", Scene.settled, "eager"),
-    "Moment.known, of a case": (Scene.growing, "eager, now new", lambda scene: scene.know(scene.case), "eager"),
-    "Known.functions": (
-        Scene.not_compared,
-        "eager, compared",
-        lambda scene: scene.know(scene.block, case=scene.case),
-        "precompiled",
-    ),
-    "Known.calls_left": (
-        Scene.settled,
-        "eager",
-        lambda scene: setattr(scene.moment.known[scene.block], "calls_left", 0),
-        "precompiled",
-    ),
-    "Moment.open": (
-        lambda scene: (scene.settled(), setattr(scene.moment.known[scene.block], "calls_left", 0)),
-        "precompiled",
-        Scene.open,
-        "eager",
-    ),
+    "Moment.known": (START, SERVES, Scene.settled, EAGER),
+    "Moment.known, of a case": (Scene.growing, "eager, now new", lambda s: s.know(s.case), EAGER),
+    "Known.functions": (Scene.not_compared, COMPARED, lambda s: s.know(s.block, s.case), SERVES),
+    "Known.calls_left": (Scene.settled, EAGER, Scene.use_up, SERVES),
+    "Moment.open": (lambda s: (s.settled(), s.use_up()), SERVES, Scene.open, EAGER),
     "Moment._begun": (
         Scene.wrong,
         "eager, compared, now eager",
-        lambda scene: given("meanwhile", lambda: given("moment._begun", 1)(scene))(scene),
-        "eager, compared",
+        lambda s: given("meanwhile", lambda: given("moment._begun", 1)(s))(s),
+        COMPARED,
     ),
     "Moment._changes": (
         Scene.open,
-        "precompiled",
-        lambda scene: scene.moment._changes.update({scene.case.subject(scene.block): (int, 0.0)}),
-        "eager",
+        SERVES,
+        lambda s: s.moment._changes.update({s.case.subject(s.block): (int, 0.0)}),
+        EAGER,
     ),
-    "Kinds._cases": (START, "precompiled", lambda scene: scene.kinds._cases.clear(), "eager, now ordered"),
-    "Case.spec": (
-        Scene.longer,
-        "eager, now ordered",
-        lambda scene: setattr(scene.case, "spec", replace(scene.case.spec, open=((0, 0),))),
-        "precompiled",
-    ),
-    "Case.state": (START, "precompiled", given("case.state", State.EAGER), "eager"),
-    "Case.function": (
-        START,
-        "precompiled",
-        lambda scene: (given("case.function", other := Function(scene.run))(scene), setattr(other, "fits_all", False)),
-        "eager, now ordered",
-    ),
-    "Case.trials": (START, "precompiled", Scene.not_compared, "eager, compared"),
-    "Case.graphs": (Scene.graphs, "graphs", given("case.graphs", ""), "eager"),
-    "Case.claimant": (Scene.not_compared, "eager, compared", given("case.claimant", ("another",)), "eager"),
-    "Supply.late": (Scene.late, "eager, now late", given("supply.late", None), "eager, compared, now has code"),
-    "RegionSupply.is_late": (
-        Scene.late,
-        "eager, now late",
-        given("region.supply.is_late", False),
-        "eager, compared, now has code",
-    ),
-    "Supply.artifacts": (
-        Scene.stored,
-        "eager, compared, now has code",
-        given("supply.artifacts", ""),
-        "eager, now ordered",
-    ),
-    "Supply._orders": (Scene.new, "eager, now ordered", given("supply._orders", "a fork has none"), "eager, now eager"),
-    "Supply.is_warming_up": (
-        Scene.marked,
-        "precompiled, now has code",
-        given("supply.is_warming_up", True),
-        "eager, compared, now has code",
-    ),
+    "Kinds._cases": (START, SERVES, lambda s: s.kinds._cases.clear(), ORDERED),
+    "Case.spec": (Scene.longer, ORDERED, lambda s: given("case.spec", replace(s.case.spec, open=((0, 0),)))(s), SERVES),
+    "Case.state": (START, SERVES, given("case.state", State.EAGER), EAGER),
+    "Case.function": (START, SERVES, lambda s: given("case.function", Function(s.run, fits=False))(s), ORDERED),
+    "Case.trials": (START, SERVES, Scene.not_compared, COMPARED),
+    "Case.graphs": (Scene.graphs, "graphs", given("case.graphs", ""), EAGER),
+    "Case.claimant": (Scene.not_compared, COMPARED, given("case.claimant", ("another",)), EAGER),
+    "Supply.late": (Scene.late, LATE, given("supply.late", None), NOW_COMPARED),
+    "RegionSupply.is_late": (Scene.late, LATE, given("region.supply.is_late", False), NOW_COMPARED),
+    "Supply.artifacts": (Scene.stored, NOW_COMPARED, given("supply.artifacts", ""), ORDERED),
+    "Supply._orders": (Scene.new, ORDERED, given("supply._orders", "a fork has none"), "eager, now eager"),
+    "Supply.is_warming_up": (Scene.marked, NOW_SERVES, given("supply.is_warming_up", True), NOW_COMPARED),
     "Supply.tracing_s": (Scene.traceable, "traced", given("supply.tracing_s", 4.0), "eager, now eager"),
-    "Region.places": (
-        Scene.marked,
-        "precompiled, now has code",
-        lambda scene: scene.region.places.update({scene.block: "elsewhere"}),
-        "eager, compared, now has code",
-    ),
+    "Region.places": (Scene.marked, NOW_SERVES, lambda s: s.region.places.update({s.block: "elsewhere"}), NOW_COMPARED),
     "Precompiled.compared_on": (
         Scene.stored,
-        "eager, compared, now has code",
-        lambda scene: given("function.compared_on", frozenset({scene.place}))(scene),
-        "precompiled, now has code",
+        NOW_COMPARED,
+        lambda s: given("function.compared_on", frozenset({s.place}))(s),
+        NOW_SERVES,
     ),
     "Precompiled._accepted": (
         START,
-        "precompiled",
-        lambda scene: given("function._accepted", scene.function._accepted._replace(overlaps=((0, 1),)))(scene),
-        "eager, now ordered",
+        SERVES,
+        lambda s: given("function._accepted", s.function._accepted._replace(overlaps=((0, 1),)))(s),
+        ORDERED,
     ),
     "Artifacts._marks": (
         Scene.stored,
-        "eager, compared, now has code",
-        lambda scene: scene.store._marks.update({PATH: Mark(frozenset({scene.place}), False)}),
-        "precompiled, now has code",
+        NOW_COMPARED,
+        lambda s: s.store._marks.update({PATH: Mark(frozenset({s.place}), False)}),
+        NOW_SERVES,
     ),
-    "Artifacts._functions": (
-        Scene.late,
-        "eager, now late",
-        lambda scene: scene.store._functions.update({PATH: scene.function}),
-        "eager, compared, now has code",
-    ),
-    "Artifacts._ahead": (
-        Scene.late,
-        "eager, now late",
-        lambda scene: scene.store._ahead.update({PATH: scene.function}),
-        "eager, compared, now has code",
-    ),
-    "Artifacts._refused": (
-        Scene.stored,
-        "eager, compared, now has code",
-        lambda scene: scene.store._refused.update({PATH: "damaged"}),
-        "eager, now ordered",
-    ),
-    "OrderQueue.waiting": (
-        Scene.new,
-        "eager, now ordered",
-        given("orders.queue.waiting", RECOMPILE_LIMIT),
-        "eager",
-    ),
+    "Artifacts._functions": (Scene.late, LATE, lambda s: s.store._functions.update({PATH: s.function}), NOW_COMPARED),
+    "Artifacts._ahead": (Scene.late, LATE, lambda s: s.store._ahead.update({PATH: s.function}), NOW_COMPARED),
+    "Artifacts._refused": (Scene.stored, NOW_COMPARED, lambda s: s.store._refused.update({PATH: "damaged"}), ORDERED),
+    "OrderQueue.waiting": (Scene.new, ORDERED, given("orders.queue.waiting", RECOMPILE_LIMIT), EAGER),
 }
 
 
