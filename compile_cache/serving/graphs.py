@@ -22,7 +22,7 @@ from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and
 from compile_cache.serving.kinds import LEFT_OUT, SEVERAL_GRAPHS, WHOLE_GRAPH, Case, State
 
 if TYPE_CHECKING:
-    from compile_cache.inductor.make import Graphs, Traced
+    from compile_cache.inductor.make import Graphs
     from compile_cache.inductor.stored_functions import GraphsRecord
     from compile_cache.serving.region import Region
 
@@ -64,14 +64,14 @@ class ServedByGraphs:
             boot.tracing_s -= record.seconds
             log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
         order = attempt(region.supply.pack, case, call) if record is None else None
-        found: list[Traced] = []
-        conclude = partial(self._conclude, case, record, order, call[0], found)
-        trace = partial(self._trace, record is None, found)
+        whole: list[bool] = []
+        conclude = partial(self._conclude, case, record, order, call[0], whole)
+        trace = partial(self._trace, record is None, whole)
         return answer_and_compare(call, partial(region.serve_eager, call), trace, boot.moment, conclude)
 
-    def _trace(self, takes_time: bool, found: list[Traced], *copy: Any) -> Any:
+    def _trace(self, takes_time: bool, whole: list[bool], *copy: Any) -> Any:
         """The answer of graphs that exist, or that are found in stored files. No record has said how long it takes if
-        it `takes_time` of the setup's.
+        it `takes_time` of the setup's. `whole` gets whether the graph is.
 
         Raises:
             GraphNotStored: one is missing.
@@ -86,7 +86,7 @@ class ServedByGraphs:
         finally:
             self._region.supply.boot.tracing_s -= (time.perf_counter() - started) * takes_time
         self._region.report.note_traced(traced, started)
-        found.append(traced)
+        whole.append(not traced.broken_by)
         return traced.answer
 
     def _conclude(
@@ -95,7 +95,7 @@ class ServedByGraphs:
         record: GraphsRecord | None,
         order: Any,
         module: nn.Module,
-        found: list[Traced],
+        whole: list[bool],
         outcome: Outcome,
     ) -> None:
         supply, report = self._region.supply, self._region.report
@@ -105,7 +105,7 @@ class ServedByGraphs:
             if record is not None and case.move(State.EAGER):
                 case.graphs = record.path
             supply.boot.moment.note(case.subject(module), partial(report.take_step, "graphs"))
-            case.trials[module] = SEVERAL_GRAPHS if found[0].broken_by else WHOLE_GRAPH
+            case.trials[module] = WHOLE_GRAPH if whole[0] else SEVERAL_GRAPHS
             for owner in (case.graphs, supply.owner):
                 supply.boot.directory.publishable.release(owner)
         elif isinstance(outcome, Unended) and not outcome.is_final:  # a later call of the warm-up tries again
