@@ -89,7 +89,7 @@ def test_the_states_are_walked_as_the_table_says_and_eager_is_the_end():
         case = Case(CallSpec("", (), (), (), (), ()), start)
         case.arrive(code := Code(lambda *_: True))
         assert case.function is (code if State.HAS_CODE in MOVES[start] else None)
-    assert {state for state in State if State.EAGER not in MOVES[state]} == {State.EAGER, State.GROWING}
+    assert {state for state in State if State.EAGER not in MOVES[state]} == {State.LATE, State.EAGER, State.GROWING}
     ends, found = {State.NEW}, {State.NEW}
     while ends := {end for state in ends for end in MOVES[state]} - found:
         found |= ends
@@ -127,6 +127,15 @@ def test_an_instance_that_a_function_does_not_fit_leaves_its_case():
     arrive(case, Code(lambda _, number: number == 1))
     assert case_of(kinds, other, 2) is not case
     assert case.instances(False) == [module]
+
+
+def test_a_case_that_was_given_up_waits_for_no_comparison():
+    kinds, module = Kinds(), nn.Identity()
+    arrive(case := case_of(kinds, module, 1), Code(lambda *_: True))
+    case.trials[module] = 1
+    assert kinds.waiting == 1
+    case.move(State.EAGER)
+    assert kinds.waiting == 0
 
 
 def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_length():
@@ -465,7 +474,7 @@ class Serving(RuleBasedStateMachine):
                 found = eager(self.region.supply.kinds.case, (self.blocks[place], (tensor(rows, 2), number), {}))
                 if code or isinstance(found, str) or found[0].state is State.EAGER:
                     break
-                if found[0].unended.get(self.blocks[place]) == LEFT_OUT:
+                if found[0].trials.get(self.blocks[place]) == LEFT_OUT:
                     break
                 self.answer(99, "a number", False, False, None)
             else:

@@ -19,9 +19,8 @@ from torch import nn
 from compile_cache.calls.module_state import GLOBAL_HOOKS, Parts
 from compile_cache.calls.torch_call import Call
 from compile_cache.errors import Failure, GraphNotStored, NoGraph, attempt, log
-from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Check, Outcome, Unended, answer_and_compare
-from compile_cache.serving.kinds import LEFT_OUT, Case, State
+from compile_cache.serving.kinds import LEFT_OUT, SEVERAL_GRAPHS, WHOLE_GRAPH, Case, State
 
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Graphs
@@ -49,8 +48,6 @@ class ServedByGraphs:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        # By instance, the cases on which graphs have passed, and whether these are whole.
-        self._passed: OfEach[dict[Case, bool]] = OfEach()
 
     @cached_property
     def _graphs(self) -> Graphs:
@@ -68,13 +65,14 @@ class ServedByGraphs:
             boot.tracing_s -= record.seconds
             log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
         order = attempt(region.supply.pack, case, call) if record is None else None
-        conclude = partial(self._conclude, case, record, order, call[0])
-        trace = partial(self._trace, record is None)
+        whole: list[bool] = []
+        conclude = partial(self._conclude, case, record, order, call[0], whole)
+        trace = partial(self._trace, record is None, whole)
         return answer_and_compare(call, partial(region.serve_eager, call), trace, boot.moment, conclude)
 
-    def _trace(self, takes_time: bool, *copy: Any) -> Any:
+    def _trace(self, takes_time: bool, whole: list[bool], *copy: Any) -> Any:
         """The answer of graphs that exist, or that are found in stored files. No record has said how long it takes if
-        it `takes_time` of the setup's.
+        it `takes_time` of the setup's. `whole` gets whether the graph is.
 
         Raises:
             GraphNotStored: one is missing.
@@ -89,35 +87,40 @@ class ServedByGraphs:
         finally:
             self._region.supply.boot.tracing_s -= (time.perf_counter() - started) * takes_time
         self._region.report.note_traced(traced, started)
-        self._is_whole = not traced.broken_by
+        whole.append(not traced.broken_by)
         return traced.answer
 
     def _conclude(
-        self, case: Case, record: GraphsRecord | None, order: Any, module: nn.Module, outcome: Outcome
+        self,
+        case: Case,
+        record: GraphsRecord | None,
+        order: Any,
+        module: nn.Module,
+        whole: list[bool],
+        outcome: Outcome,
     ) -> None:
         supply, report = self._region.supply, self._region.report
         if isinstance(outcome, Check):
             report.note_error(outcome.error, outcome.tolerance)
         if isinstance(outcome, Check) and outcome.passed:
-            case.unended.pop(module)
             if record is not None and case.move(State.EAGER):
                 case.graphs = record.path
             supply.boot.moment.note(case.subject(module), partial(report.take_step, "graphs"))
-            self._passed.setdefault(module, {})[case] = self._is_whole
+            case.trials[module] = WHOLE_GRAPH if whole[0] else SEVERAL_GRAPHS
             for owner in (case.graphs, supply.owner):
                 supply.boot.directory.ledger.release(owner)
         elif isinstance(outcome, Unended) and not outcome.is_final:  # a later call of the warm-up tries again
             report.explain(f"its graphs are not compared with eager: {Failure(outcome.error).reason}", case.spec)
         elif isinstance(outcome, GraphNotStored) and record is not None:  # the next such call is ordered
             supply.boot.reject(record.path, str(outcome))
-        elif isinstance(outcome, GraphNotStored) and not case.unended.get(module) and not isinstance(order, Failure):
-            case.unended[module] = 1
+        elif isinstance(outcome, GraphNotStored) and not case.trials.get(module) and not isinstance(order, Failure):
+            case.trials[module] = 1
             supply.order(case, order)
         elif not isinstance(outcome, NoGraph) or isinstance(outcome, GraphNotStored):
             error = outcome.error if isinstance(outcome, Unended) else outcome
             reason = error.difference if isinstance(error, Check) else Failure(error).reason
             report.note_eager(f"its graphs: {reason}", case.spec)
-            case.unended[module] = LEFT_OUT
+            case.trials[module] = LEFT_OUT
             if isinstance(outcome, Check) or record is not None:
                 path, case.graphs = record.path if record is not None else case.graphs, ""
                 case.move(State.EAGER)
@@ -127,15 +130,14 @@ class ServedByGraphs:
     def serve_case(self, case: Case, call: Call, like: Hashable) -> Any:
         """Serve a call of a case that graphs serve, if they were compared on this instance, and that has taken effect.
         In the warm-up, they are compared now, unless those of its own are still ordered."""
-        boot, unended = self._region.supply.boot, case.unended.get(call[0], 0)
-        passed = self._passed.get(call[0], {})
+        boot, trial = self._region.supply.boot, case.trials.get(call[0], 0)
         if boot.moment.has(case.subject(call[0])):
             return self._region.serve_eager(call)
-        if case in passed:
-            served = _Served(case, passed[case], call)
+        if trial in (WHOLE_GRAPH, SEVERAL_GRAPHS):
+            served = _Served(case, trial == WHOLE_GRAPH, call)
             self._region.settle(call, like, case, served)
             return self.serve(served, call, like)
-        is_wanted = boot.is_warming_up and unended != LEFT_OUT and not (unended and boot.waiting)
+        is_wanted = boot.is_warming_up and trial != LEFT_OUT and not (trial and boot.waiting)
         if is_wanted and boot.tracing_s <= 0:
             self._region.report.note_eager("no time is left in the setup to trace its graphs", case.spec)
         elif is_wanted:

@@ -25,8 +25,9 @@ MOST_FUNCTIONS = 8
 # If an instance's kinds of calls differ in one size of a tensor, the one after so many asks for code that leaves that
 # size open.
 _SIZES_BEFORE_OPEN = 3
-# An instance on which no comparison can end.
-LEFT_OUT = -1
+# What is known of a case's code on one instance: how many comparisons have not ended, or one of these. No more
+# comparisons are made; a function has passed; a whole graph has, or several have.
+LEFT_OUT, PASSED, WHOLE_GRAPH, SEVERAL_GRAPHS = -1, -2, -3, -4
 _CHANGING = "a number or a flag changes from call to call, so no compiled code fits for long"
 _TOO_MANY = f"eager for new kinds of calls: {RECOMPILE_LIMIT} are kept"
 
@@ -35,7 +36,8 @@ class State(enum.Enum):
     """How calls of a case are served. `MOVES` has the ways from one state to another.
 
     - NEW: nothing is known yet. One call at a time looks for a stored function, and orders one if there is none.
-    - ORDERED: a function is to come, from the second process or, after READY, from the store. Eager answers.
+    - ORDERED: the second process makes a function. Eager answers.
+    - LATE: the store has functions, which are loaded after READY. Eager answers.
     - HAS_CODE: a function answers calls of the instances on which it has passed. On any other instance, eager answers,
       and the function runs on a copy and is compared.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
@@ -46,6 +48,7 @@ class State(enum.Enum):
 
     NEW = "new"
     ORDERED = "ordered"
+    LATE = "late"
     HAS_CODE = "has code"
     GROWING = "growing"
     EAGER = "eager"
@@ -54,8 +57,9 @@ class State(enum.Enum):
 # The states that may follow each state. An order that is answered by stored files makes a case NEW: which of them fits
 # is found in a call.
 MOVES: Mapping[State, frozenset[State]] = {
-    State.NEW: frozenset({State.ORDERED, State.HAS_CODE, State.GROWING, State.EAGER}),
+    State.NEW: frozenset({State.ORDERED, State.LATE, State.HAS_CODE, State.GROWING, State.EAGER}),
     State.ORDERED: frozenset({State.NEW, State.HAS_CODE, State.EAGER}),
+    State.LATE: frozenset({State.NEW}),
     State.HAS_CODE: frozenset({State.EAGER}),
     State.GROWING: frozenset({State.NEW}),
     State.EAGER: frozenset(),
@@ -71,8 +75,7 @@ class Case:
     | `spec` | the first such call |
     | `state` | how its calls are served; `move` alone sets it |
     | `function` | what serves them, once it has arrived |
-    | `passed` | the instances that made such calls and still exist, and whether the function has passed on them |
-    | `unended` | by instance, how many comparisons have not ended; `LEFT_OUT` if no more are made |
+    | `trials` | by instance that made such calls and still exists, what is known of the code there: see `PASSED` |
     | `graphs` | the record of the graphs of `torch.compile` that serve its calls in place of a function |
     | `claimant` | the call that looks for a function, orders one or compares it: one at a time |
     """
@@ -80,8 +83,7 @@ class Case:
     spec: CallSpec
     state: State = State.NEW
     function: Precompiled | None = None
-    passed: OfEach[bool] = field(default_factory=OfEach)
-    unended: OfEach[int] = field(default_factory=OfEach)
+    trials: OfEach[int] = field(default_factory=OfEach)
     graphs: str = ""
     claimant: Call | None = None
 
@@ -120,34 +122,44 @@ class Case:
     def meet(self, module: nn.Module) -> None:
         """Note a call of `module`."""
         with LOCK:
-            self.passed.setdefault(module, False)
+            self.trials.setdefault(module, 0)
 
     def leave(self, module: nn.Module) -> None:
-        """Note that a function does not fit a call of `module`. An instance on which it has passed stays: it may fit
-        again, as after an adapter was taken out."""
+        """Note that a function does not fit a call of `module`. An instance on which it was compared stays: it may
+        fit again, as after an adapter was taken out."""
         with LOCK:
-            if self.state is State.HAS_CODE and not self.passed.get(module, True):
-                self.passed.pop(module)
+            if self.state is State.HAS_CODE and self.trials.get(module) == 0:
+                self.trials.pop(module)
+
+    def serves(self, module: nn.Module) -> bool:
+        """Whether the function has passed on this instance."""
+        return bool(self.trials.get(module) == PASSED)
 
     @property
     def serves_any(self) -> bool:
         """Whether the function has passed on an instance."""
-        return any(self.passed.values())
+        return PASSED in self.trials.values()
 
     def instances(self, have_passed: bool) -> list[nn.Module]:
         """The instances that made such calls and on which the function has passed, or those on which it has not."""
         with LOCK:
-            return [module for module, has_passed in self.passed.items() if has_passed is have_passed]
+            return [module for module, trial in self.trials.items() if (trial == PASSED) is have_passed]
+
+    @property
+    def waits(self) -> bool:
+        """Whether eager answers until code arrives, or a comparison of it ends."""
+        has_code = self.state is State.HAS_CODE or self.graphs
+        return self.state in (State.ORDERED, State.LATE) or bool(has_code and max([0, *self.trials.values()]) > 0)
 
     def counts_for(self, module: nn.Module) -> bool:
         """Whether the case is one of those that may be made for an instance: it made such calls, or no other did."""
         if self.serves_any:
-            return bool(self.passed.get(module))
-        return module in self.passed or self.state is State.HAS_CODE
+            return self.serves(module)
+        return module in self.trials or self.state is State.HAS_CODE
 
     def is_known_to_serve(self, module: nn.Module) -> bool:
         """Whether calls of this instance were served as the case says, so that it is asked first."""
-        return module in self.passed if self.state is State.GROWING else bool(self.passed.get(module))
+        return module in self.trials if self.state is State.GROWING else self.serves(module)
 
     def misfit(self, function: Precompiled | None, spec: CallSpec, call: Call) -> str:
         """Why the case, with this function, is not for this call, which it covers; empty if it is. A function that is
@@ -185,8 +197,8 @@ class Kinds:
 
     @property
     def waiting(self) -> int:
-        """How many cases are served eager until their function arrives, or a comparison of it ends."""
-        return sum(case.state is State.ORDERED or max([0, *case.unended.values()]) > 0 for case in self)
+        """How many cases are served eager until their code arrives, or a comparison of it ends."""
+        return sum(case.waits for case in self)
 
     def case(self, call: Call) -> tuple[Case, Precompiled | None] | str:
         """The case of this call, made if it is new, and its function, which fits the call. One that arrives later may
@@ -248,7 +260,7 @@ class Kinds:
             if case not in alike:  # another thread made room for its own
                 return
             # Other modules may have another width, and NEW cases may find stored code.
-            met = [one for one in alike if module in one.passed and (one is case or one.state is not State.NEW)]
+            met = [one for one in alike if module in one.trials and (one is case or one.state is not State.NEW)]
             kinds = {one.spec.sizes: one.spec for one in met}
             differing = [found for kind in kinds.values() if (found := _differing(kind, case.spec)) is not None]
             varying = tuple(sorted(set[tuple[int, int]]().union(*differing)))

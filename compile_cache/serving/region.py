@@ -28,7 +28,7 @@ from compile_cache.errors import CompileCacheError, Failure, attempt, first_line
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Outcome, Unended, answer_and_compare
 from compile_cache.serving.graphs import ServedByGraphs
-from compile_cache.serving.kinds import LEFT_OUT, Case, State
+from compile_cache.serving.kinds import LEFT_OUT, PASSED, Case, State
 from compile_cache.serving.moment import Known
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.serving.supply import RegionSupply, Supply
@@ -143,14 +143,13 @@ class Region:
         # To look whether a call makes a tensor larger takes a millisecond, so one call of a prediction shows it.
         is_first = case.state is State.GROWING and (case not in self._moment.known or not self._moment.open)
         answer = self.serve_eager(call, case if is_first else None)
-        if case.state in (State.ORDERED, State.GROWING, State.EAGER):  # unless it has not grown
+        if case.state not in (State.NEW, State.HAS_CODE):  # NEW again if it has not grown
             self.settle(call, like, case)
         return answer
 
     def _serves(self, case: Case, module: nn.Module) -> bool:
         """Whether the case's function has passed on this instance, and that has taken effect."""
-        has_passed = case.state is State.HAS_CODE and case.passed.get(module)
-        return bool(has_passed) and not self._moment.has(case.subject(module))
+        return case.state is State.HAS_CODE and case.serves(module) and not self._moment.has(case.subject(module))
 
     def _serve_known(self, case: Case, function: Precompiled, call: Call) -> Any:
         """Serve a call by this function, and ask it first about the next call of these sizes, as long as that is
@@ -212,7 +211,7 @@ class Region:
         """Serve a call eager, and compare the function on a copy. Nothing is compared if the function has passed and
         serves from the next moment on, or if the comparison is tried again later: see `RegionSupply.put_off`."""
         started = time.perf_counter()
-        if self._moment.has(case.subject(call[0])) or case.unended.get(call[0]) == LEFT_OUT:
+        if self._moment.has(case.subject(call[0])) or case.trials.get(call[0]) in (PASSED, LEFT_OUT):
             return self.serve_eager(call)
         conclude = partial(self._conclude, case, function, call[0])
         answer = answer_and_compare(call, partial(self.serve_eager, call), function, self._moment, conclude)
@@ -238,14 +237,13 @@ class Region:
         answers."""
         is_marked = self.places[module] in function.compared_on
         marked = [other for other in self.places if is_marked and self.places[other] in function.compared_on]
-        case.unended.pop(module)
         take = partial(self.supply.take, case, marked)
         with self._moment.alone() if is_marked else contextlib.nullcontext(False) as takes_now:
             if takes_now:
                 take()
             else:
                 self._moment.note(case.subject(module), take)
-        case.passed[module] = True  # after that was noted: until then, eager answers
+        case.trials[module] = PASSED  # after that was noted: until then, eager answers
         self._moment.note_ending(case, lambda: self.supply.mark(case, self.places))
         self.report.wait_for(self.supply.kinds)
 

@@ -34,7 +34,7 @@ from compile_cache.inductor.function_file import (
     write_mark,
 )
 from compile_cache.serving.comparison import Unended
-from compile_cache.serving.kinds import LEFT_OUT, Case, Kinds, State
+from compile_cache.serving.kinds import LEFT_OUT, PASSED, Case, Kinds, State
 from compile_cache.serving.moment import LOCK, Moment
 from compile_cache.serving.region_report import RegionReport
 from compile_cache.settings import Settings
@@ -87,8 +87,6 @@ class Supply:
         late = [path for path in sorted(functions) if path in marks and marks[path].is_late]
         late = late if settings.unseen == "background" else []
         self.late: dict[str, bool] | None = dict.fromkeys(late, False)
-        # The cases that wait for these.
-        self._waiting: list[Case] = []
         self.kinds: list[Kinds] = []
         self._calls = calls
         self.moment = Moment()
@@ -163,10 +161,9 @@ class Supply:
         self.configure()
         paths = attempt(artifacts.unloaded, case.spec, call)
         with LOCK:
-            if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.ORDERED):
+            if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.LATE):
                 return []
             self.late |= dict.fromkeys(paths, True)
-            self._waiting.append(case)
         return paths
 
     def _load_late(self, late: dict[str, bool]) -> None:
@@ -185,10 +182,13 @@ class Supply:
         """Look up the cases again that wait for stored functions, or those among these kinds, from the next moment on.
         Calls load what is not loaded by then."""
         with LOCK:
-            wanted = {*itertools.chain(*kinds)} if kinds else {*self._waiting}
-            for case in [case for case in self._waiting if case in wanted]:
-                self._waiting.remove(case)
+            for case in self._late_cases(*kinds):
                 self.moment.note(case, functools.partial(_reopen, case))
+
+    def _late_cases(self, *kinds: Kinds) -> list[Case]:
+        """The cases that wait for stored functions, or those among these kinds, and that no moment looks up yet."""
+        cases = itertools.chain(*kinds or self.kinds)
+        return [case for case in cases if case.state is State.LATE and not self.moment.has(case)]
 
     # What the second process answers.
 
@@ -271,17 +271,17 @@ class Supply:
     @property
     def waiting(self) -> int:
         """How many kinds of calls are eager until the second process has answered, or their functions are loaded."""
-        return len(self._waiting) + (self._queue.waiting if self._queue is not None else 0)
+        return len(self._late_cases()) + (self._queue.waiting if self._queue is not None else 0)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until none is `waiting`; False after `timeout_s`."""
         until_s = time.monotonic() + timeout_s
-        while self._waiting and time.monotonic() < until_s:
+        while self._late_cases() and time.monotonic() < until_s:
             time.sleep(_GAP_S / 10)
         left_s = max(0.0, until_s - time.monotonic())
         # Calls that are ordered meanwhile are waited for too, those after that are not.
         is_answered = self._queue is None or self._queue.wait(left_s)
-        return is_answered and not self._waiting
+        return is_answered and not self._late_cases()
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold. Calls that wait for stored
@@ -312,7 +312,7 @@ class RegionSupply:
         self.is_late = True
 
     def find(self, case: Case, call: Call) -> Precompiled | None:
-        """The stored function for a call of a claimed case, which it has then. Without one, the case is ORDERED if the
+        """The stored function for a call of a claimed case, which it has then. Without one, the case is LATE if the
         store brings one after READY, EAGER if the settings say so, or else NEW, and to be ordered.
 
         Raises:
@@ -425,7 +425,7 @@ class RegionSupply:
         if case.state is not State.HAS_CODE or case.function is None:  # it has failed meanwhile
             return
         for module in marked:
-            case.passed[module] = True
+            case.trials[module] = PASSED
         self.report.take_step("precompiled")
         for owner in (case.function.path, self.owner):
             self.boot.directory.ledger.release(owner)
@@ -452,13 +452,13 @@ class RegionSupply:
         reason = f"not compared with eager: {Failure(unended.error).reason}"
         if case.function is not None:
             self.boot.directory.ledger.doubt(case.function.path)
-        tries = case.unended.get(module, 0)
+        tries = max(0, case.trials.get(module, 0))  # another thread may have let it pass
         if unended.is_final or tries == len(_TRIES_AFTER):
-            case.unended[module] = LEFT_OUT
+            case.trials[module] = LEFT_OUT
             self.report.note_eager(reason, case.spec)
         else:  # predictors that replay recorded calls make no other call until there is something new
             early = iter([True] * (_TRIES_AFTER[tries] - 1))
-            case.unended[module] = tries + 1
+            case.trials[module] = tries + 1
             self.boot.moment.note(case.subject(module), lambda: case.state is State.HAS_CODE and next(early, False))
             self.report.explain(reason, case.spec)
         self.report.wait_for(self.kinds)
