@@ -6,8 +6,6 @@ CompileCacheError
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
 │   └── PackForbidden        a pack may be intact, but the settings or its place forbid its use
-│       ├── ManifestTooLarge its manifest names more than the limits allow
-│       └── TooManyPacks     the other packs of its key leave no room for it
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── UnseenCallError          nothing is compiled for a call, and COMPILE_CACHE_UNSEEN=error
 ├── NotHandedOver            a call, or the server's state in it, that another process cannot have
@@ -73,18 +71,10 @@ class PackForbidden(PackError):
     """A pack may be intact, but the settings or its place in the store forbid its use."""
 
 
-class ManifestTooLarge(PackForbidden):
-    """A pack's manifest is longer, or names more files, than the limits allow."""
-
-
-class TooManyPacks(PackForbidden):
-    """The limits leave no room for a pack beside the other packs of its key."""
-
-
 @dataclass(frozen=True, slots=True)
 class RefusedPack:
-    """A pack that counts as absent, and the reason. `is_final` is False if it could not be read or the limits left no
-    room: the next look may use it."""
+    """A pack that counts as absent, and the reason. `is_final` is False if it could not be read or its key has too
+    many packs: the next look may use it."""
 
     name: str
     reason: str
@@ -93,7 +83,7 @@ class RefusedPack:
     @classmethod
     def after(cls, name: str, error: PackError | StoreError) -> RefusedPack:
         """The pack whose use failed with `error`."""
-        return cls(name, str(error), isinstance(error, PackError) and not isinstance(error, TooManyPacks))
+        return cls(name, str(error), isinstance(error, PackError))
 
 
 class NotPrecompilable(CompileCacheError):

@@ -228,15 +228,6 @@ def test_an_object_with_an_odd_name_costs_only_itself(local, machine, name):
     assert machine(local).restored() == {**COLD, "more.so": b"more"}
 
 
-def test_packs_that_are_too_large_together_leave_the_last_ones_out(local, machine):
-    _, last = published_pair(local, machine)
-    most_bytes = sum(map(len, COLD.values())) + 3
-    booted = machine(local, limits=Limits(size_bytes=most_bytes))
-    (refused,) = booted.restore().refused
-    assert (refused.name, refused.reason) == (last, f"all packs together unpack to more than {most_bytes} bytes")
-    assert booted.files() == COLD
-
-
 def test_a_pack_that_disappears_after_the_listing_costs_only_itself(local, machine):
     gone, _ = published_pair(local, machine)
     booted = machine(Watched(local.location, after_list=lambda _: local.delete(gone)))
@@ -306,61 +297,68 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
     assert booted.restored() == publisher.files()
 
 
-SMALL = {f"k{number}.so": b"kernel" for number in range(30)}
 LARGE = {f"l{number}.so": os.urandom(MIB) for number in range(4)}
-UNSTORABLE = {
-    "case": ({**COLD, "AB/kernel.so": b"other", "Empty": b""}, LIMITS, 2),
-    "a file as a folder": ({**COLD, "EMPTY/a": b"1", "Ab/WRAPPER.py/x": b"2"}, LIMITS, 2),
+LONG = "/".join(["y" * 205] * 5)
+# Files, limits, and those files that no pack can have.
+UNPACKABLE = {
     "a deep path": ({**COLD, "d/" * 32 + "f": b""}, LIMITS, {"d/" * 32 + "f"}),
-    "a long path": ({**COLD, "/".join(["y" * 205] * 5): b""}, LIMITS, {"/".join(["y" * 205] * 5)}),
+    "a long path": ({**COLD, LONG: b""}, LIMITS, {LONG}),
     "a folder's name": ({**COLD, "a\nb/k.so": b"", "a\\b/k.so": b""}, LIMITS, {"a\nb/k.so", "a\\b/k.so"}),
-    "one large file": ({**COLD, **LARGE}, Limits(size_bytes=MIB - 1), LARGE.keys()),
-    "all bytes": (LARGE, Limits(size_bytes=3 * MIB + 20_000), 1),
-    "a pack's bytes": (LARGE, Limits(size_bytes=3 * MIB), 1),
-    "files": (SMALL, Limits(files=10), 20),
-    "the manifest": (SMALL, Limits(manifest_bytes=2500), range(1, 25)),
+    "large files": ({**COLD, **LARGE}, Limits(size_bytes=MIB - 1), LARGE.keys()),
+    "none, in packs of few bytes": (LARGE, Limits(size_bytes=4 * MIB), set()),  # one pack of all would be larger
+    "none, in packs of few files": (dict.fromkeys("abcdefgh", b""), Limits(manifest_bytes=1000), set()),
 }
 
 
+@pytest.mark.parametrize("case", UNPACKABLE)
+def test_what_a_boot_would_refuse_is_left_out_and_named_once_and_the_rest_is_restored(local, machine, case, caplog):
+    files, limits, left_out = UNPACKABLE[case]
+    publisher, booted = machine(local, limits=limits), machine(local, limits=limits)
+    publisher.write(files)
+    publisher.stage()
+    assert (len(publisher.publish()) > 1) == case.startswith("none")
+    assert (booted.restore().refused, publisher.stage()) == ((), ())
+    assert booted.files() == {path: files[path] for path in files.keys() - left_out}
+    told = [record.message for record in caplog.records if "publish.left_out" in record.message]
+    assert len(told) == len(left_out)
+    assert all(any(f"path={path!r:.200}" in line for line in told) for path in left_out)
+
+
+CLASHING = {"case": {"AB/kernel.so": b"other", "Empty": b""}, "a folder": {"EMPTY/a": b"1", "Ab/WRAPPER.py/x": b"2"}}
+
+
 @pytest.mark.parametrize("is_in_two_packs", [False, True])
-@pytest.mark.parametrize("case", UNSTORABLE)
-def test_what_a_boot_would_refuse_is_left_out_and_named_and_the_rest_is_restored(local, machine, case, is_in_two_packs):
-    files, limits, expected = UNSTORABLE[case]
-    publisher = machine(local, limits=limits)
-    paths = sorted(files, key=lambda path: path not in COLD)
-    for part in [paths[: len(paths) // 2], paths] if is_in_two_packs else [paths]:
-        publisher.write({path: files[path] for path in part})
+@pytest.mark.parametrize("clashing", CLASHING.values(), ids=CLASHING)
+def test_of_files_whose_paths_clash_one_is_restored_and_none_published_again(local, machine, clashing, is_in_two_packs):
+    publisher, booted = machine(local), machine(local)
+    for files in [COLD, clashing] if is_in_two_packs else [{**COLD, **clashing}]:
+        publisher.write(files)
         publisher.publish()
-    booted = machine(local, limits=limits)
-    fetched, restored = booted.restore(), booted.files()
-    left_out = files.keys() - restored.keys()
-    assert restored == {path: files[path] for path in restored}
-    assert (fetched.refused, bool(restored)) == ((), True)
-    is_expected = len(left_out) in expected if isinstance(expected, range) else expected in (left_out, len(left_out))
-    assert is_expected, left_out
-    assert publisher.publication.left_out.keys() == left_out
-    publisher.packs.refresh()  # as the publisher does
-    assert list(publisher.publish()) == [] or isinstance(expected, range)
-    assert machine(local, limits=limits).restore().refused == ()
+    assert booted.restore().refused == publisher.stage() == ()
+    assert booted.files().items() <= {**COLD, **clashing}.items()
+    assert len(booted.files()) == len(COLD)
 
 
-def test_packs_that_reach_the_limits_together_leave_the_rest_out_and_get_no_more(local, machine):
-    """No boot could read another one: each would publish the same again."""
-    for name in ("a", "b", "c"):
-        filled(machine(local), {f"{name}{number}.so": b"kernel" for number in range(4)})
-        put_as_newest(local, "clock", b"")
-    booted = machine(local, limits=Limits(files=8))
+def test_the_oldest_packs_are_used_up_to_their_number_and_the_others_named_until_there_is_room(local, machine, key):
+    names = [put_pack(local, key, {name: b"kernel"}) for name in "abc"]
+    booted = machine(local, limits=Limits(packs=2))
     (refused,) = booted.restore().refused
-    assert len(booted.files()) == 8
-    assert "leave no room for it" in refused.reason
-    assert not refused.is_final
-    booted.write({"new.so": b"new"})
-    assert booted.publish() == ()
-    for name in [*booted.packs.known]:
-        local.delete(name)
+    assert booted.files().keys() == {"a", "b"}
+    assert (refused.name, refused.is_final) == (names[2], False)
+    assert "delete some with `compile-cache rm`" in refused.reason
+    assert booted.packs.is_full
+    local.delete(names[0])
     booted.packs.refresh()
-    assert refused.name in booted.packs.known
-    assert packed_paths(booted.publish()) == ["new.so"]
+    assert [*booted.packs.known] == names[1:]
+
+
+def test_packs_that_may_not_be_used_do_not_count(local, machine, key):
+    for name in "abc":
+        put_pack(local, key, {name: b"kernel"})
+    private, _ = generate_keys()
+    signer = filled(machine(local, Limits(packs=2), signer=Signer(private)))
+    assert not signer.packs.is_full
+    assert machine(local, Limits(packs=2), signer=Signer(private)).restored() == COLD
 
 
 # Several graphs under one key of Inductor's.
@@ -479,6 +477,16 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
         second.publication.publish(pack)
     assert first.publication.merge("the test") == 6
     assert len(first.packs.list()) == 1
+
+
+def test_the_smallest_packs_are_merged_if_one_pack_may_not_have_all_files(local, machine):
+    publisher = machine(local, limits=Limits(size_bytes=2 * MIB))
+    for number in range(6):
+        publisher.write({f"{number}.so": os.urandom(MIB * 3 // 2 if number < 2 else 1000)})
+        publisher.publish()
+    assert publisher.publication.merge("the test") == 5
+    assert len(publisher.packs.list()) == 2
+    assert machine(local).restored() == publisher.files()
 
 
 def test_a_merged_pack_that_does_not_verify_is_removed_and_nothing_else(local, machine):

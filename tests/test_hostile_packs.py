@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hostile_packs import (
     LIMITS,
+    MIB,
     ODD_VALUES,
     OURS,
     TABLE,
@@ -23,6 +24,8 @@ from hostile_packs import (
     record_of,
     restore,
     small_draft,
+    zeros,
+    zstd_frame,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,19 +120,28 @@ def test_a_manifest_with_anything_anywhere_is_refused_or_holds_together(data, va
 # Signatures.
 
 
-@pytest.mark.parametrize("content", [b"[" * 10_000, b"no frame of zstd"], ids=["hard to read", "not compressed"])
+BOMB = zstd_frame(*zeros(100 * MIB), content_size=100 * MIB)
+
+
+@pytest.mark.parametrize("content", [BOMB, b"no frame of zstd"], ids=["a bomb", "not compressed"])
 @pytest.mark.parametrize(
-    ("sign", "words"), [(THEIRS.sign, "not trusted"), (lambda _: OURS.sign(b"another"), "does not match")]
+    ("sign", "words"),
+    [
+        (lambda _: b"", "not signed"),
+        (THEIRS.sign, "not trusted"),
+        (lambda _: OURS.sign(b"another"), "does not match"),
+    ],
+    ids=["unsigned", "of a stranger", "of another pack"],
 )
 def test_nothing_is_decompressed_before_a_trusted_key_has_signed_it(content, sign, words, monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.pack.format._unpack_manifest", None)
+    monkeypatch.setattr("zstandard.ZstdDecompressor", None)
     draft = small_draft(is_signed=True)
     draft.sign, draft.head = sign, {"stored": content}
     assert re.search(words, reason_to_refuse(draft, None))
 
 
 def test_nothing_is_decompressed_that_does_not_match_its_name(monkeypatch):
-    monkeypatch.setattr("compile_cache.storage.pack.format._unpack_manifest", None)
+    monkeypatch.setattr("zstandard.ZstdDecompressor", None)
     draft = small_draft()
     draft.name = "0" * 64 + ".pack"
     assert "does not match its name" in reason_to_refuse(draft, None)

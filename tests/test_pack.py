@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
@@ -30,11 +29,11 @@ from compile_cache.storage.pack.format import (
     unpack_run,
     write_pack,
 )
-from compile_cache.storage.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
+from compile_cache.storage.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.stores.transfer import read_pieces
 
-LIMITS = Limits(size_bytes=64 * MIB, files=1000, manifest_bytes=4 * MIB)
+LIMITS = Limits(size_bytes=64 * MIB, manifest_bytes=4 * MIB)
 ANYBODY = TrustedKeys()
 SMALL = {"fxgraph/ab/abc/content": b"a graph", "x.so": b"\0" * 1000, "empty": b""}
 LARGE = {"a": b"first", "large": Random(0).randbytes(2 * MIB + 1), "z": b"last", "nothing": b""}
@@ -252,11 +251,3 @@ def test_a_large_file_is_unpacked_in_little_memory(tmp_path):
     (tmp_path / "pack").write_bytes(pack)
     done = run_program(UNPACK_WITH_LITTLE_MEMORY, tmp_path / "pack", name_of(pack))
     assert done.stdout == "done\n", done.stderr
-
-
-def test_one_large_file_needs_no_more_than_one_file_may():
-    """The bound is on files and frames, not on files alone."""
-    record = record_of(("a", b"content"))
-    record["files"][0]["size_bytes"] = 64 * MIB
-    record["frames"] = [{"stored_bytes": 100, "size_bytes": MIB}] * 64
-    assert len(parse_manifest(encode(record), replace(LIMITS, files=1)).frames) == 64

@@ -18,7 +18,8 @@ import pytest
 import zstandard
 from boots import run_boot, settings
 from containers import CountingStore, open_cache
-from machines import Machine, Watched, read_files, write_files
+from filled_stores import put_pack
+from machines import RULES, Machine, Watched, read_files, write_files
 from marked_processes import PATIENCE_S, wait_for
 
 from compile_cache.errors import StoreUnavailable
@@ -26,6 +27,8 @@ from compile_cache.lifecycle.boot_report import BootReport, PublishReport
 from compile_cache.lifecycle.publisher import Publisher
 from compile_cache.settings import Settings
 from compile_cache.storage.ledger import Ledger
+from compile_cache.storage.pack.manifest import Limits
+from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
 
 FILES = {"fxgraph/ab/fabc/one": b"a graph", "kernel.so": b"a kernel"}
@@ -80,8 +83,8 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
     monkeypatch.setattr("compile_cache.lifecycle.publisher._SPREAD_S", 0.0)
     started = []
 
-    def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s=60.0, begin=True) -> Started:
-        machine = Machine.at(tmp_path / "cache", store, key, environment)
+    def make(store: ObjectStore, files=FILES, compiler=None, exit_budget_s=60.0, begin=True, rules=RULES) -> Started:
+        machine = Machine.at(tmp_path / "cache", store, key, environment, rules)
         written = tmp_path / "report.json"
         report, settings = BootReport(path=str(written)), Settings(exit_budget_s=exit_budget_s)
         if compiler is not None:
@@ -286,14 +289,45 @@ def test_a_staging_that_does_not_end_in_time_is_said_to_be_lost(local, start, mo
     assert "not packed yet" in started.report.failures[0]
 
 
-@pytest.mark.parametrize("more", [{"KERNEL.so": b""}, {"a\nb/kernel.so": b""}, {"kernel.so/x": b""}], ids=str)
-def test_all_is_stored_only_if_nothing_was_left_out(local, start, tmp_path, more):
-    files = {"kernel.SO": b"a kernel"} if "kernel.so/x" in more else FILES
-    started = start(local, files={**files, **more})
+def test_a_file_that_no_pack_can_have_is_named_once_and_keeps_no_other_from_the_store(local, start, tmp_path, caplog):
+    started = start(local, files={**FILES, "a\nb/kernel.so": b""})
+    assert started.publisher.wait(PATIENCE_S)
+    assert (started.report.packs, restored(tmp_path, started)) == (1, FILES)
+    assert [record.message for record in caplog.records if "publish.left_out" in record.message][1:] == []
+
+
+@pytest.fixture
+def full(local, key, monkeypatch) -> ObjectStore:
+    """A store with five packs of a key, with rules that allow no more, and a publisher that does not wait."""
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._RETRY_S", 0.01)
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._MERGE_AFTER_S", 0.0)
+    for name in "abcde":
+        put_pack(local, key, {name: b"kernel"})
+    return local
+
+
+FIVE = Rules(Limits(packs=5))
+
+
+def test_a_full_key_gets_no_more_which_is_said_once_until_there_is_room(full, start, caplog):
+    started = start(full, rules=FIVE)
     assert not started.publisher.wait(PATIENCE_S)
+    time.sleep(0.3)
     (failure,) = started.report.failures
-    assert failure.startswith("no boot could restore 1 files, such as ")
-    assert len(restored(tmp_path, started)) == len(files)
+    assert "has 5 packs already" in failure
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [f"publish.failed error={failure}"]
+    assert started.report.packs == 0
+    full.delete(started.machine.packs.list()[0].name)
+    wait_for(lambda: started.report.packs == 1)
+
+
+def test_a_full_key_is_merged_and_then_gets_more(full, start, tmp_path):
+    started = start(full, rules=FIVE, begin=False)
+    started.machine.restore()
+    started.publisher.start()
+    wait_for(lambda: started.report.packs == 1)
+    assert started.report.merged_packs == 5
+    assert restored(tmp_path, started) == {**FILES, **dict.fromkeys("abcde", b"kernel")}
 
 
 def test_what_is_withdrawn_after_it_was_packed_is_not_uploaded(start, tmp_path):

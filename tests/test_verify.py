@@ -66,7 +66,7 @@ ROWS = {
     "a later format": Row(REFUSED, "format 3", lambda pack: pack[:16] + struct.pack("<I", 3) + pack[20:]),
     **{
         f"beyond {limits}": Row(REFUSED, r"\w", rules=Rules(limits), is_large=True)
-        for limits in (Limits(size_bytes=1000), Limits(files=0), Limits(manifest_bytes=100))
+        for limits in (Limits(size_bytes=1000), Limits(manifest_bytes=100))
     },
     # Damage behind the head is not looked for.
     "refused and damaged": Row(REFUSED, r"\w", flip_last, Rules(Limits(size_bytes=1000)), is_large=True),

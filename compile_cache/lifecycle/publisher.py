@@ -25,6 +25,7 @@ from compile_cache.lifecycle.host import log_to_container
 from compile_cache.settings import VERSION, Settings
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.publish import MOST_PACKS, Publication
+from compile_cache.storage.rules import too_many
 from compile_cache.timeline import note, noted
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Publisher:
             if self._idle.is_set() and (has_failed or not self._waiting()):
                 break
             time.sleep(_POLL_S / 10)
-        return not self._waiting() and not self._publication.left_out
+        return not self._waiting()
 
     def _waiting(self) -> str:
         """What is to be stored, and is not stored yet, in words; empty if there is nothing."""
@@ -121,7 +122,7 @@ class Publisher:
                 self._idle.set()
             if not self._staged:
                 self._idle.set()
-                self._tend()
+            self._tend()
             if closing:
                 self._boot_report.save()  # what served since the last attempt
                 return
@@ -149,16 +150,19 @@ class Publisher:
         log.info("publish.merged packs=%d", merged)
 
     def _attempt(self, step: Callable[[], None], is_upkeep: bool = False) -> bool:
-        """Do `step`, and save the report. A failure costs only the step, and is reported, unless the step is
+        """Do `step`, and save the report. A failure costs only the step, and is reported once, unless the step is
         upkeep. This is the border of the thread, which must outlive every failure."""
         try:
             step()
         except Exception as error:
             unknown = None if isinstance(error, CompileCacheError | OSError) else error
-            level = logging.INFO if is_upkeep else logging.WARNING
-            log.log(level if unknown is None else logging.WARNING, "publish.failed error=%s", error, exc_info=unknown)
-            if not is_upkeep and self._report.failures[-1:] != [str(error)]:
-                self._report.failures.append(str(error))
+            is_expected = is_upkeep and unknown is None
+            if is_upkeep or self._report.failures[-1:] != [str(error)]:
+                log.log(
+                    logging.INFO if is_expected else logging.WARNING, "publish.failed error=%s", error, exc_info=unknown
+                )
+                if not is_upkeep:
+                    self._report.failures.append(str(error))
             return False
         finally:
             self._boot_report.save()
@@ -172,15 +176,13 @@ class Publisher:
             files = {path: record for path, record in ready.items() if path not in unread}
             staged = self._publication.stage(files, _CREATOR)
         self._staged, self._staged_files = list(staged), ready
-        if left_out := self._publication.left_out:
-            path, why = next(iter(left_out.items()))
-            raise PackForbidden(f"no boot could restore {len(left_out)} files, such as {path!r:.200}: {why}")
 
     def _put_staged(self) -> None:
         """Upload the packs that are still missing in the store, most valuable first. Before each, list the store again.
 
         Raises:
             StoreUnavailable: a listed pack cannot be read now, and may have the same files.
+            PackForbidden: the key has too many packs. A merge may make room.
         """
         packs = self._publication.packs
         while True:
@@ -191,6 +193,8 @@ class Publisher:
                 return
             if not (packs.is_fully_known or self._closing.is_set()):
                 raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
+            if packs.is_full:
+                raise PackForbidden(f"nothing is published: {too_many(packs.rules.limits)}")
             self._put(self._staged[0])
             self._staged.pop(0).local.unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from compile_cache.errors import PackError, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import ROOT, read_catalog, read_record
-from compile_cache.storage.rules import HeadReader, Rules, verify_pack
+from compile_cache.storage.rules import Rules, read_stored_head, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
 from compile_cache.storage.stores.transfer import READ_BYTES
@@ -72,7 +72,7 @@ def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rule
         PackError: the pack is damaged or forbidden.
         StoreError: the pack cannot be read.
     """
-    HeadReader(source, rules).read(pack)  # if the head is refused, the rest need not be read
+    read_stored_head(source, pack, rules)  # if the head is refused, the rest need not be read
     local = folder / pack.name
     local.parent.mkdir(parents=True)
     with local.open("wb") as file:

@@ -10,13 +10,13 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable, TooManyPacks
+from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, RefusedPack, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Version, read_catalog
 from compile_cache.storage.directory import CacheDirectory, is_kept, make_empty
-from compile_cache.storage.pack.format import Head, Pack, Run, read_head, runs, unpack_run
-from compile_cache.storage.pack.manifest import Limits, Manifest, PackFile, folders_of
-from compile_cache.storage.rules import HeadReader, Rules, StoredPack, room_beside
+from compile_cache.storage.pack.format import Run, runs, unpack_run
+from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
+from compile_cache.storage.rules import Rules, StoredPack, read_stored_head, too_many
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
 from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads, read_pieces
 
@@ -30,18 +30,17 @@ Chosen = Mapping[str, PackFile]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The sum of a key's packs: those that have chosen files, and these. `refused` packs are left out. `size_bytes`
-    counts against the limit."""
+    """The sum of a key's packs: those that have chosen files, and these. `refused` packs are left out."""
 
     needed: Sequence[tuple[StoredPack, Chosen]]
     refused: tuple[RefusedPack, ...]
-    size_bytes: int
 
 
 class PacksOfKey:
     """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
 
-    `known` has these packs by name, oldest first. `uses` has the names of the marks of the days when the key was used.
+    `known` has these packs by name, oldest first. Beyond the number that the limits allow, the oldest count, so a flood
+    of packs displaces none that were there before. `uses` has the names of the marks of the days when the key was used.
     `seen` has the logical key and the path of each file of all packs that were ever known, those deleted meanwhile
     among them, but not of damaged ones.
     """
@@ -60,6 +59,11 @@ class PacksOfKey:
     def is_fully_known(self) -> bool:
         """Whether the store has answered for every listed pack, with its head or with a final refusal."""
         return not any(issubclass(kind, StoreUnavailable) for _, kind in self._refused.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no boot would use one more pack of this key."""
+        return len(self.known) >= self.rules.limits.packs
 
     def list(self) -> Sequence[StoredObject]:
         """The packs of this key, oldest first. Objects that are no packs are ignored.
@@ -92,11 +96,13 @@ class PacksOfKey:
         found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
         vanished: list[str] = []
         self._refused = {name: refused for name, refused in self._refused.items() if refused[0].is_final}
-        reader = HeadReader(self.store, self.rules, found.values())
+        most = self.rules.limits.packs
 
         def look(entry: StoredObject) -> None:
+            if len(found) >= most:
+                return  # the oldest are read first
             try:
-                found[entry.name] = reader.read(entry)
+                found[entry.name] = StoredPack(entry, read_stored_head(self.store, entry, self.rules))
             except ObjectNotFound:
                 vanished.append(entry.name)
             except (PackError, StoreError) as error:
@@ -104,7 +110,9 @@ class PacksOfKey:
 
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
-        self.known = {entry.name: found[entry.name] for entry in entries if entry.name in found}
+        self.known = dict([(entry.name, found[entry.name]) for entry in entries if entry.name in found][:most])
+        for name in {entry.name for entry in entries} - self.known.keys() - self._refused.keys() - {*vanished}:
+            self._refused[name] = RefusedPack(name, too_many(self.rules.limits), is_final=False), PackForbidden
         self.seen |= self._files()
         return vanished
 
@@ -128,53 +136,14 @@ class PacksOfKey:
         self._refused[name] = RefusedPack.after(name, error), type(error)
 
     def select(self) -> Selection:
-        """The files to restore: those of all packs, up to the limit of unpacked bytes."""
-        limits, packs, too_large = self.rules.limits, [], []
-        keys: set[str] = set()
-        size_bytes = 0
-        for name, pack in self.known.items():
-            new = [file for file in pack.head.manifest.files if file.key not in keys]
-            more_bytes = sum(file.size_bytes for file in new)
-            if size_bytes + more_bytes > limits.size_bytes:
-                too_large.append(RefusedPack(name, f"all packs together unpack to more than {limits.size_bytes} bytes"))
-                continue
-            packs.append(pack)
-            keys.update(file.key for file in new)
-            size_bytes += more_bytes
-        chosen = choose([pack.head.manifest for pack in packs])
+        """The files to restore."""
+        chosen = choose([pack.head.manifest for pack in self.known.values()])
         paths = set[str]().union(*chosen)
         needed = []
-        for pack, files in zip(packs, chosen, strict=True):
+        for pack, files in zip(self.known.values(), chosen, strict=True):
             if whole := {path: file for path, file in files.items() if not _lacks_binary(path, paths)}:
                 needed.append((pack, whole))
-        refused = [refused for refused, _ in self._refused.values()]
-        return Selection(needed, (*refused, *too_large), size_bytes)
-
-    def room_beside(self, staged: Sequence[Pack]) -> Limits:
-        """What the limits leave for one more pack beside those of this key and the `staged` ones; nothing if they have
-        left no room for a stored one."""
-        if any(issubclass(kind, TooManyPacks) for _, kind in self._refused.values()):
-            return Limits(0, 0, 0)
-        size_bytes = self.select().size_bytes + sum(pack.manifest.size_bytes for pack in staged)
-        return room_beside(self.rules.limits, self._heads(staged), size_bytes)
-
-    def _heads(self, staged: Sequence[Pack]) -> Sequence[Head]:
-        return [*(pack.head for pack in self.known.values()), *staged]
-
-    def why_refused(self, pack: Pack, room: Limits, staged: Sequence[Pack]) -> str:
-        """Why a boot would not restore all of a pack beside those of this key and the `staged` ones; empty if it would.
-        It is read as a boot reads it."""
-        try:
-            with pack.local.open("rb") as file:
-                read_head(file.read(pack.start), pack.name, room, self.rules.trusted)
-        except PackError as error:
-            return str(error)
-        if pack.stored_bytes > self.rules.limits.size_bytes:
-            return f"it has {pack.stored_bytes} bytes; {self.rules.limits.size_bytes} are allowed"
-        chosen = choose([head.manifest for head in self._heads([*staged, pack])])
-        if len(pack.manifest.files) > len(chosen[-1]):
-            return "another file of its key has its path in another case, or has it as a folder"
-        return ""
+        return Selection(needed, tuple(refused for refused, _ in self._refused.values()))
 
 
 def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:

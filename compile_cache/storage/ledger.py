@@ -12,7 +12,8 @@ class Ledger:
 
     A file may have an `owner`, with which it is published or withdrawn: the path of a record of what was made, or the
     class of a region. `seeds` are another version's files, with their owners. They may be published once this version
-    uses the owner. `withheld` are files of code that failed. `scan` and `kept` find files: see `CacheDirectory`.
+    uses the owner. `withheld` are files of code that failed, and files that no pack can have. `scan` and `kept` find
+    files: see `CacheDirectory`.
 
     Several threads use it. Each change is one operation of a dictionary or a set, so a fork needs no lock.
     """
@@ -72,6 +73,6 @@ class Ledger:
         now, ready = time.monotonic(), self._kept()
         for path, (owner, due_s) in list(self._handed_over.items()):
             is_due = due_s <= now or (is_ending and owner not in self._doubted)
-            if is_due and path not in self.withheld:
+            if is_due:
                 ready[path] = owner
-        return ready
+        return {path: owner for path, owner in ready.items() if path not in self.withheld}

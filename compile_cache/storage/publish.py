@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from compile_cache.errors import ObjectNotFound, PackError
+from compile_cache.errors import ObjectNotFound, PackError, log
 from compile_cache.files import blank_file
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory, is_kept, logical_key, make_empty
 from compile_cache.storage.fetch import PacksOfKey, choose, kept_files
-from compile_cache.storage.pack.format import Pack, Source, write_pack
-from compile_cache.storage.pack.manifest import PackFile, is_plain
+from compile_cache.storage.pack.format import Pack, Source, read_head, write_pack
+from compile_cache.storage.pack.manifest import PackFile
 from compile_cache.storage.rules import StoredPack, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 
@@ -43,27 +44,22 @@ class Publication:
         self.directory = directory
         self._writing = cast(ObjectStore, store)
         self._environment = environment
-        # Files that the last `stage` left out, because no boot could restore them: why, by path.
-        self.left_out: dict[str, str] = {}
         # The SHA-256 of each kept file as this process has restored or published it. What another one publishes
         # meanwhile is newer, and stays.
         self._kept = kept_files(packs.known.values())
 
     def stage(self, files: Mapping[str, str], creator: str) -> tuple[Pack, ...]:
         """Finished packs of those `files` that the store lacks, the most valuable first. The files are given with their
-        owners, as `Ledger.ready` has them. Files that no boot could restore are left out: see `left_out`.
+        owners, as `Ledger.ready` has them. Files that no boot could restore are left out, and named in the log.
 
         Raises:
             StoreError: the store cannot be listed.
             OSError: the staging folder cannot be written.
         """
         self.packs.refresh()
-        self.left_out = {}
-        staged: list[Pack] = []
         make_empty(self.directory.outbox)
-        for part in _parts(sorted(self._new(files), key=_by_value)):
-            self._write(part, creator, staged)
-        return tuple(staged)
+        parts = _parts(sorted(self._new(files), key=_by_value))
+        return tuple(pack for part in parts for pack in self._write(part, creator))
 
     def _new(self, files: Mapping[str, str]) -> Iterator[Source]:
         """The files that the store lacks. It has, or had, a file whose path or whose logical key is in a known pack. It
@@ -78,9 +74,6 @@ class Publication:
                 elif digest != self._kept.get(path, ""):
                     yield Source(local, path, path)
                 continue
-            if not is_plain(path):
-                self.left_out[path] = "no pack can have this path"
-                continue
             if path not in paths and key in keys:
                 here = (other for other in paths if logical_key(other) == key)
                 key = _variant(key, [other for other in here if (self.directory.path / other).exists()])
@@ -89,23 +82,34 @@ class Publication:
                     blank_file(local)
                 yield Source(local, path, key, owner)
 
-    def _write(self, part: list[Source], creator: str, staged: list[Pack]) -> None:
-        """Write a part as a pack. If a boot would refuse it beside the others of its key, write its halves instead."""
-        room = self.packs.room_beside(staged)
-        why = f"its key has room for no more than {room}"
-        if sum(map(_size_bytes, part)) <= room.size_bytes and len(part) <= room.files:
-            pack = write_pack(self.directory.outbox, self.packs.key, part, creator, self.packs.rules.signer)
-            why = self.packs.why_refused(pack, room, staged)
-            if not why:
-                staged.append(pack)
+    def _write(self, part: list[Source], creator: str) -> Iterator[Pack]:
+        """Write a part as a pack. If a boot would refuse it, write its halves instead, and leave out a single file."""
+        try:
+            yield self._packed(self.directory.outbox, part, creator)
+        except PackError as error:
+            if len(part) == 1:
+                log.warning("publish.left_out path=%.200r reason=%s", part[0].path, error)
+                self.directory.ledger.withheld.add(part[0].path)
                 return
-            pack.local.unlink()
-        if len(part) > 1:
             middle = len(part) // 2
-            self._write(part[:middle], creator, staged)
-            self._write(part[middle:], creator, staged)
-        else:
-            self.left_out[part[0].path] = why
+            yield from self._write(part[:middle], creator)
+            yield from self._write(part[middle:], creator)
+
+    def _packed(self, folder: Path, sources: Sequence[Source], creator: str) -> Pack:
+        """Write a pack into `folder`, and read its head as a boot reads it.
+
+        Raises:
+            PackError: a boot would refuse the pack, so it is deleted.
+        """
+        rules = self.packs.rules
+        pack = write_pack(folder, self.packs.key, sources, creator, rules.signer)
+        try:
+            with pack.local.open("rb") as file:
+                read_head(file.read(pack.start), pack.name, rules.limits, rules.trusted)
+        except PackError:
+            pack.local.unlink()
+            raise
+        return pack
 
     def is_superseded(self, pack: Pack) -> bool:
         """Whether another container has meanwhile published a part of this staged pack."""
@@ -148,13 +152,12 @@ class Publication:
         if len(merged) < 2:
             return 0
         sources = [Source(directory / path, path, file.key, file.owner) for path, file in files.items()]
-        make_empty(self.directory.outbox)
-        pack = write_pack(self.directory.outbox, key, sources, creator, rules.signer)
-        if [file.sha256 for file in pack.manifest.files] != [file.sha256 for file in files.values()]:
-            return 0  # torch has just rewritten a file
-        name = key.prefix + pack.name
-        store.put(name, pack.local)
-        pack.local.unlink()
+        with tempfile.TemporaryDirectory(dir=self.directory.outbox) as folder:
+            pack = self._packed(Path(folder), sources, creator)
+            if [file.sha256 for file in pack.manifest.files] != [file.sha256 for file in files.values()]:
+                return 0  # torch has just rewritten a file
+            name = key.prefix + pack.name
+            store.put(name, pack.local)
         try:
             verify_pack(store, StoredObject(name, pack.stored_bytes, pack.manifest.created_s), rules)
         except ObjectNotFound:  # somebody else has merged it already
@@ -189,11 +192,17 @@ class Publication:
 def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredPack], Mapping[str, PackFile]]:
     """The packs of this signer (unsigned ones, if there is none) of which every file is here, or has a logical key that
     comes from another of these packs; and the files to put into the merged pack, by path. A pack with the newest of a
-    kept file stays: one that is put meanwhile is newer."""
-    signer = packs.rules.signer
+    kept file stays: one that is put meanwhile is newer. So do the largest packs, if one pack may not have all files."""
+    signer, limits = packs.rules.signer, packs.rules.limits
     own = signer.public_key if signer else None
     taken = zip(packs.known.items(), choose([pack.head.manifest for pack in packs.known.values()]), strict=True)
     found = {name: p for (name, p), files in taken if p.head.signed_by == own and not any(map(is_kept, files))}
+    size_bytes = manifest_bytes = 0
+    for name, pack in sorted(found.items(), key=lambda item: item[1].head.stored_bytes):
+        size_bytes += pack.head.manifest.size_bytes
+        manifest_bytes += pack.head.manifest_bytes
+        if size_bytes > limits.size_bytes or manifest_bytes > limits.manifest_bytes:
+            del found[name]
     while True:
         chosen: dict[str, PackFile] = {}
         for files in choose([pack.head.manifest for pack in found.values()]):

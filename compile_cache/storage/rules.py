@@ -4,20 +4,11 @@ whole packs are verified.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from compile_cache.errors import (
-    ManifestTooLarge,
-    ObjectNotFound,
-    PackError,
-    PackForbidden,
-    SettingsError,
-    StoreError,
-    TooManyPacks,
-)
+from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.pack.format import Head, parse_header, read_head, runs, unpack_run
 from compile_cache.storage.pack.manifest import Limits
@@ -71,59 +62,30 @@ class StoredPack:
     head: Head
 
 
-def room_beside(limits: Limits, heads: Sequence[Head], size_bytes: int = 0) -> Limits:
-    """What is left of the limits beside these packs. `size_bytes` is the size of the files chosen from them, if these
-    are chosen already: some files are there twice."""
-    files = sum(len(head.manifest.files) for head in heads)
-    manifest_bytes = sum(head.manifest_bytes for head in heads)
-    return Limits(limits.size_bytes - size_bytes, limits.files - files, limits.manifest_bytes - manifest_bytes)
+def read_stored_head(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head:
+    """Read and verify the head of a pack in `store`.
 
-
-class HeadReader:
-    """Reads heads. All heads together may have no more files, and no longer manifests, than the limits allow for one
-    pack.
-
-    Several threads may read. They fetch heads in parallel, but unpack and check one at a time. So memory holds one
-    unpacked manifest, and the files of the usable packs.
+    Raises:
+        PackForbidden: the rules forbid the pack's use, or it lies in another key's place.
+        PackError: the pack is damaged. The message says how.
+        StoreError: the pack cannot be read.
     """
+    content = read_exactly(store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes))
+    end = min(parse_header(content, rules.limits).end, entry.size_bytes)
+    if len(content) < end:
+        content += read_exactly(store, entry.name, len(content), end - len(content))
+    folder, _, name = entry.name.rpartition("/")
+    head = read_head(content, name, rules.limits, rules.trusted)
+    if head.stored_bytes != entry.size_bytes:
+        raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
+    if head.manifest.key.prefix != f"{folder}/":
+        raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
+    return head
 
-    def __init__(self, store: ReadableStore, rules: Rules, known: Iterable[StoredPack] = ()) -> None:
-        """`known` packs count against the limits. `room` is what is left of these."""
-        self._store = store
-        self._rules = rules
-        self.room = room_beside(rules.limits, [pack.head for pack in known])
-        self._turn = threading.Lock()
 
-    def read(self, entry: StoredObject) -> StoredPack:
-        """The pack with its verified head.
-
-        Raises:
-            TooManyPacks: the other heads leave no room for this one.
-            PackForbidden: the rules forbid the pack's use, or it lies in another key's place.
-            PackError: the pack is damaged. The message says how.
-            StoreError: the pack cannot be read.
-        """
-        limits = self._rules.limits
-        if entry.size_bytes > limits.size_bytes:
-            raise PackForbidden(f"it has {entry.size_bytes} bytes; {limits.size_bytes} are allowed")
-        content = read_exactly(self._store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes))
-        end = min(parse_header(content, limits).end, entry.size_bytes)
-        if len(content) < end:
-            content += read_exactly(self._store, entry.name, len(content), end - len(content))
-        folder, _, name = entry.name.rpartition("/")
-        with self._turn:
-            try:
-                head = read_head(content, name, self.room, self._rules.trusted)
-            except ManifestTooLarge as error:
-                if self.room == limits:
-                    raise
-                raise TooManyPacks(f"the other packs of its key leave no room for it: {error}") from error
-            if head.stored_bytes != entry.size_bytes:
-                raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
-            if head.manifest.key.prefix != f"{folder}/":
-                raise PackForbidden(f"it is for {head.manifest.key.prefix}, not for {folder}/")
-            self.room = room_beside(self.room, [head])
-            return StoredPack(entry, head)
+def too_many(limits: Limits) -> str:
+    """Why a further pack of a key that has as many as `limits` allow is not used, and what to do."""
+    return f"its version has {limits.packs} packs already, and a boot uses no more: delete some with `compile-cache rm`"
 
 
 class PackState(StrEnum):
@@ -158,7 +120,7 @@ def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head
         PackError: the pack is damaged or forbidden. The message says why.
         StoreError: the pack cannot be read.
     """
-    head = HeadReader(store, rules).read(entry).head
+    head = read_stored_head(store, entry, rules)
     in_daemon_threads(
         lambda run: unpack_run(read_pieces(store, entry.name, run.start, run.frame_sizes), run, None), runs(head)
     )
@@ -172,11 +134,12 @@ def verify_packs(
 
     With `heads_alone`, only the heads of one key's packs are verified, and the result has them.
     """
-    reader = HeadReader(store, rules)
     found: list[VerifiedPack] = []
     for entry in entries:
         try:
-            head = reader.read(entry).head if heads_alone else verify_pack(store, entry, rules)
+            if heads_alone and sum(pack.head is not None for pack in found) >= rules.limits.packs:
+                raise PackForbidden(too_many(rules.limits))
+            head = read_stored_head(store, entry, rules) if heads_alone else verify_pack(store, entry, rules)
             kept = head if heads_alone else None  # the heads of many packs would fill the memory
             signed_by = head.signed_by if rules.trusted else None
             found.append(VerifiedPack(entry, PackState.SOUND, "", kept, signed_by))

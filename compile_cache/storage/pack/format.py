@@ -30,7 +30,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import zstandard
 
-from compile_cache.errors import ManifestTooLarge, PackError, PackForbidden
+from compile_cache.errors import PackError, PackForbidden
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
@@ -206,7 +206,7 @@ def parse_header(beginning: bytes, limits: Limits) -> Header:
     if version != PACK_VERSION:
         raise PackForbidden(f"it has pack format {version}; this version of compile_cache reads {PACK_VERSION}")
     if max(stored_bytes, manifest_bytes) > limits.manifest_bytes:
-        raise ManifestTooLarge(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
+        raise PackForbidden(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
     if signature_bytes not in (0, SIGNATURE_BYTES):
         raise PackForbidden(f"its signature has {signature_bytes} bytes, not {SIGNATURE_BYTES}")
     manifest_end = HEADER_BYTES + stored_bytes
@@ -235,7 +235,10 @@ def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -
     signed_by = trusted.verify(named, content[header.end - length : header.end])
     text = bytearray(header.manifest_bytes)
     _unpack_manifest(named[HEADER_BYTES:], text)
-    return Head(parse_manifest(text, limits), header.end, signed_by, len(text))
+    head = Head(parse_manifest(text, limits), header.end, signed_by, len(text))
+    if head.stored_bytes > limits.size_bytes:
+        raise PackForbidden(f"it has {head.stored_bytes} bytes; {limits.size_bytes} are allowed")
+    return head
 
 
 def _unpack_manifest(stored: memoryview, text: bytearray) -> None:
