@@ -189,6 +189,17 @@ def test_what_cannot_be_made_is_named_and_nothing_stays(process, change, name):
     assert_set_back(answer)
 
 
+def test_a_process_that_began_before_the_server_chose_them_gets_its_import_path_and_visible_devices(monkeypatch):
+    with monkeypatch.context() as server:
+        server.setattr(sys, "path", ["of the server", *sys.path])
+        server.setenv("CUDA_VISIBLE_DEVICES", "1")
+        state = ServerState.take(on_gpu=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    state.place()
+    assert (sys.path[0], os.environ["CUDA_VISIBLE_DEVICES"]) == ("of the server", "1")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_gpu_that_is_not_there_is_named(process):
     answer = process.ask("make_state", replace(ServerState.take(on_gpu=True), device=0))

@@ -31,12 +31,11 @@ class CompilingProcess:
         """Start the process and return at once, before its imports are done. Unless it `hurries`, it leaves the CPU to
         this process.
 
-        `handler` names a function, "package.module:function", which the child imports at once. Before the first order,
-        it calls it with `setup`; it returns the function that answers an order. The output of the child and its
-        children is appended to `log`; a log of more than 8 MiB is emptied.
+        `handler` names a function, "package.module:function". The child calls it once with `setup`, which has some
+        kilobytes; it returns the function that answers an order. The output of the child and its children is appended
+        to `log`; a log of more than 8 MiB is emptied.
         Raises `OSError` if no process can be started, or `log` cannot be written.
         """
-        self._setup = setup
         self._output = log.open("a+b")
         try:
             self._child = Child("compile_cache.background.child_main:serve", self._output.fileno(), environ)
@@ -44,7 +43,7 @@ class CompilingProcess:
             self._output.close()
             raise
         with suppress(OSError):  # it has ended, which the first order tells
-            self._child.channel.send((handler, hurries))
+            self._child.channel.send((handler, setup, hurries))
         self._log = log
         self._log_start = self._bound_log()
         self._is_ready = False
@@ -100,7 +99,6 @@ class CompilingProcess:
         Raises `TimeoutError` after the deadline; `EOFError` or an `OSError` when the child is gone.
         """
         if not self._is_ready:
-            self._child.channel.send(self._setup)
             if reason := self._receive(deadline):
                 self.stop()
                 raise ProcessNotReady(f"The compiling process could not prepare itself: {reason}. See {self._log}.")

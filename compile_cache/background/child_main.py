@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,20 +29,9 @@ _OF_PROCESS = re.compile(
 
 
 def serve(channel: Connection) -> None:
-    """Import the handler's module, which may take seconds; answer the setup, with nothing or why it failed; then answer
-    each order. What imports make stays, so garbage collections need not look at it, now and after each order.
-
-    Raises:
-        EOFError, OSError: the server has hung up.
-    """
-    name, hurries = channel.recv()
-    gc.disable()
-    _give_way(hurries)
-    make = _attempt(find, name)
-    setup = channel.recv()
-    handler: Any = make if isinstance(make, OrderFailed) else _attempt(make, setup)
-    gc.freeze()
-    gc.enable()
+    """Prepare to answer orders, which may take seconds; say nothing, or why it failed; then answer each order. Raises
+    `EOFError` or `OSError` when the server has hung up."""
+    handler = _attempt(_handler, *channel.recv())
     has_failed = isinstance(handler, OrderFailed)
     channel.send(handler if has_failed else None)
     while not has_failed:
@@ -49,7 +39,19 @@ def serve(channel: Connection) -> None:
         gc.collect()  # a process that waits for its next order should not hold the last one's memory
 
 
-def _attempt(step: Any, *inputs: Any) -> Any:
+def _handler(name: str, setup: bytes, hurries: bool) -> Any:
+    """The function that answers orders. What its imports make stays, so garbage collections need not look at it, now
+    and after each order."""
+    _give_way(hurries)
+    gc.disable()
+    try:
+        return find(name)(setup)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _attempt(step: Callable[..., Any], *inputs: Any) -> Any:
     """The result of a step, or what tells the server of its error, `SystemExit` included. The traceback goes to the
     log."""
     try:

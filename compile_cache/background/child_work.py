@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import pickle
 import sys
 import threading
@@ -51,6 +52,7 @@ class _Maker:
         if main is not None:  # the source of the classes that it has, which travel by value
             sys.modules["__main__"].__file__ = main
         configure_torch()
+        importlib.import_module("torch._inductor.compile_fx")  # in seconds, while there may be no order yet
         self._pace = Pace(0.0 if hurries else _MOST_S)
         surround_measurements(self._pace.measurement)
         self._path = Path(path)
@@ -73,7 +75,7 @@ class _Maker:
         return replace(answer, files=files, seconds=time.perf_counter() - started)
 
     def _made(self, content: bytes, state: ServerState, dynamic: Dimensions, record: str) -> Answer:
-        sys.path[:] = state.path
+        state.place()
         call = receive(content)
         with state.applied():
             settings = replace(self._settings, dynamic=None) if dynamic else self._settings
