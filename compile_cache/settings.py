@@ -43,6 +43,7 @@ class Settings:
     unseen: Literal["auto", "background", "eager", "error"] = "auto"
     setup_budget_s: float | None = None
     leave_eager: tuple[str, ...] = ()
+    graphs: tuple[str, ...] = ()
     publish: bool = True
     restore_timeout_s: float = 60.0
     exit_budget_s: float = 7.0

@@ -163,6 +163,8 @@ def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restart,
         assert steps(compiler) == {"Once": "eager", "Step": "precompiled"}
         assert "what is needed first" in compiler.reports[0].reason
         assert predict(compiler, modules)[0] == {"eager": 2}
+        compiler, modules = next_boot(directory, settings, is_hit=False, late=3)
+        assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}, "there is nothing else"
     for mark in restart.path.rglob("*.late"):
         mark.with_name(mark.name.partition(".")[0] + ".aot").unlink()
     compiler, _ = next_boot(restart, settings)
@@ -180,9 +182,9 @@ def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(
 
 def test_a_function_that_is_taken_during_a_call_is_asked_whether_it_fits_the_next_one(restart, monkeypatch):
     compiler, (one, other, _) = next_boot(restart)
-    serve, known = Region.serve_eager, compiler.supply.moment.known
+    serve, known = Region._serve_eager, compiler.supply.moment.known
     meanwhile = (monkeypatch.undo, lambda: finish(compiler), lambda: eager(other, tensor()))  # as another thread
-    monkeypatch.setattr(Region, "serve_eager", lambda *inputs: (serve(*inputs), *(call() for call in meanwhile))[0])
+    monkeypatch.setattr(Region, "_serve_eager", lambda *inputs: (serve(*inputs), *(call() for call in meanwhile))[0])
     known.clear()
     eager(one, tensor())
     assert not compiler.supply.moment.known.get(one), "so its guards are checked"

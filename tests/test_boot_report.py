@@ -231,15 +231,15 @@ def test_metrics_are_flat_rounded_and_prefixed():
 
 def test_a_class_that_is_left_eager_is_not_compiled_and_the_report_says_why(directory):
     model = build(ToyModel)
-    compiler = boot(directory, model, settings=Settings(leave_eager=("NormBlock", "Missing")))
+    compiler = boot(directory, model, settings=Settings(leave_eager=("NormBlock", "Missing"), graphs=("Gone",)))
     warm_up(compiler, lambda: model(torch.ones(4, 16)))
     reports = {report.name: report for report in compiler.reports}
     assert (reports["WideBlock"].step, reports["NormBlock"].step) == ("precompiled", "eager")
     assert reports["NormBlock"].instances == 2
     assert reports["NormBlock"].reason == "left eager by COMPILE_CACHE_LEAVE_EAGER"
-    (warning,) = compiler.left_eager_warnings()
-    assert "Missing" in warning
-    assert "NormBlock, WideBlock" in warning
+    left, asked = compiler.unknown_class_warnings()
+    assert ("LEAVE_EAGER names Missing" in left, "GRAPHS names Gone" in asked) == (True, True)
+    assert "NormBlock, WideBlock" in left
 
 
 def test_a_boot_is_fully_precompiled_whatever_is_left_eager():

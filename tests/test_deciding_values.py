@@ -104,7 +104,7 @@ class Scene:
 
     def settled(self) -> None:
         """Such calls were found to be eager."""
-        eager(lambda: self.region.settle((self.block, (self.x,), {}), _likeness((self.x,), {})))
+        eager(lambda: self.region._settle((self.block, (self.x,), {}), _likeness((self.x,), {})))
 
     def not_compared(self) -> None:
         self.case.trials[self.block] = 0

@@ -6,6 +6,7 @@ The table of torch's private names is the code's: none is missing, none is too m
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import re
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from docs.private_names import PRIVATE_NAMES
 ROOT = Path(__file__).parents[1]
 # From the bottom up. Rooms in one row may import each other.
 ROWS = (
-    ("errors", "files", "importable", "of_each", "timeline", "torch_threads"),
+    ("child_process", "errors", "files", "importable", "of_each", "timeline", "torch_threads"),
     ("settings",),
     ("key",),
     ("calls",),
@@ -66,6 +67,16 @@ def test_a_room_imports_nothing_from_above(name):
         if module.startswith("compile_cache.") and (to := room(module)) and ROW[to] > ROW[name]
     ]
     assert not found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules("compile_cache")}
+    graph = {
+        name: {file for each in imported(path) for file in (each, each.rpartition(".")[0]) if file in files}
+        for name, path in files.items()
+    }
+    assert "compile_cache.serving.kinds" in graph["compile_cache.serving.region"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_every_module_of_the_library_lies_in_a_room():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import pickle
 import sys
 import threading
@@ -24,7 +23,7 @@ from compile_cache.calls.spec import on_gpu
 from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError, NotHandedOver
 from compile_cache.inductor.function_file import PRECOMPILED
-from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, make
+from compile_cache.inductor.make import Answer, Dimensions, Graphs, forget_graphs, import_compiler, make
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.inductor.toolchain import configure_torch, surround_measurements, unread_files
 from compile_cache.inductor.torch_state import ServerState
@@ -52,7 +51,7 @@ class _Maker:
         if main is not None:  # the source of the classes that it has, which travel by value
             sys.modules["__main__"].__file__ = main
         configure_torch()
-        importlib.import_module("torch._inductor.compile_fx")  # in seconds, while there may be no order yet
+        import_compiler()  # while there may be no order yet
         self._pace = Pace(0.0 if hurries else _MOST_S)
         surround_measurements(self._pace.measurement)
         self._path = Path(path)
@@ -89,7 +88,8 @@ class _Maker:
                 torch.cuda.empty_cache()  # the server and its predictions may need that memory
                 return shadow.copied()
 
-            answer = make(artifacts, graphs, copies, dynamic, pause, record)
+            as_graphs = type(call[0]).__name__ in settings.graphs
+            answer = make(artifacts, graphs, copies, dynamic, pause, record, as_graphs)
         if answer.is_precompiled:
             return answer
         later = "; its graphs are in the store" if answer.path else ""

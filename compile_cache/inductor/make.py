@@ -92,6 +92,11 @@ class Answer:
         return self.path.endswith(SUFFIX)
 
 
+def import_compiler() -> None:
+    """Import what `make` needs of torch, which takes seconds."""
+    importlib.import_module("torch._inductor.compile_fx")
+
+
 @contextlib.contextmanager
 def _ending_compilers() -> Iterator[None]:
     """After an error, wait for the C++ compilers that torch has left at work. They would write among the files of later
@@ -143,6 +148,7 @@ def make(
     dynamic: Dimensions = (),
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     record: str = "",
+    as_graphs: bool = False,
 ) -> Answer:
     """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
     time. If torch refuses the second step, its graphs are recorded, if they can be taken out of stored files.
@@ -153,6 +159,7 @@ def make(
         dynamic: the sizes that the code leaves open.
         pause: a context around measurements on the GPU.
         record: the record of graphs for such calls to which these are added, if there is one.
+        as_graphs: whether to compile nothing ahead of time.
 
     Raises:
         CompileCacheError: no code may be made for this call.
@@ -163,6 +170,8 @@ def make(
     traced = trace(graphs, lambda: _left_open(dynamic, copies()))
     has_found = traced.counts.hits > 0
     try:
+        if as_graphs:
+            raise ArtifactError("COMPILE_CACHE_GRAPHS asks for graphs")
         function = artifacts.make(_left_open(dynamic, copies()))
         if misfit := function.misfit(copies()):
             artifacts.reject(function.path, misfit)

@@ -395,7 +395,7 @@ class Boot:
 
         if self._restore is not None and self.report.restore.outcome == "miss" and self._restore.explanation:
             self.report.restore.reason = self._restore.explanation
-        for warning in [*(self._regions.left_eager_warnings() if self._regions else ()), *bytecode_warnings()]:
+        for warning in [*(self._regions.unknown_class_warnings() if self._regions else ()), *bytecode_warnings()]:
             self._warn(warning)
         self.report.ready_s = time.perf_counter() - self._started
         with self._degrading("count what was compiled"):

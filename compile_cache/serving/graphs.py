@@ -10,7 +10,7 @@ This module imports torch, and is itself imported only when a boot has torch. It
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,10 @@ from compile_cache.serving.kinds import LEFT_OUT, SEVERAL_GRAPHS, WHOLE_GRAPH, C
 if TYPE_CHECKING:
     from compile_cache.inductor.make import Graphs
     from compile_cache.inductor.stored_functions import GraphsRecord
-    from compile_cache.serving.region import Region
+    from compile_cache.serving.supply import RegionSupply
 
 
-class _Served:
+class ServedByGraph:
     """A call that graphs serve, and what later ones like it in the same prediction must have: torch's graphs ignore
     hooks that were added later, and inputs that overlap."""
 
@@ -43,32 +43,32 @@ class _Served:
         return is_unhooked and self._parts.overlaps(*call[1:]) == self._overlaps
 
 
-class ServedByGraphs:
-    """The calls of a region that graphs serve."""
+class RegionGraphs:
+    """The graphs of a region."""
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
+    def __init__(self, supply: RegionSupply) -> None:
+        self._supply = supply
 
     @cached_property
     def _graphs(self) -> Graphs:
         from compile_cache.inductor.make import Graphs
 
-        settings = self._region.supply.boot.settings
-        return Graphs(self._region.report.name, settings.mode, bool(settings.dynamic))
+        settings = self._supply.boot.settings
+        return Graphs(self._supply.report.name, settings.mode, bool(settings.dynamic))
 
-    def trace(self, case: Case, record: GraphsRecord | None, call: Call) -> Any:
+    def trace(self, case: Case, record: GraphsRecord | None, call: Call, serve_eager: Callable[[Call], Any]) -> Any:
         """Serve a call of the warm-up eager, and compare its graphs on a copy. The first call of a case has a `record`.
         A later one may need graphs of its own, as where a number of the instance is a part of the code."""
-        region, boot = self._region, self._region.supply.boot
+        supply, report, boot = self._supply, self._supply.report, self._supply.boot
         if record is not None:
-            region.report.note_not_precompiled(record.reason)
+            report.note_not_precompiled(record.reason)
             boot.tracing_s -= record.seconds
-            log.info("compile.trace region=%s call=%s seconds=%.1f", region.report.name, case.spec, record.seconds)
-        order = attempt(region.supply.pack, case, call) if record is None else None
+            log.info("compile.trace region=%s call=%s seconds=%.1f", report.name, case.spec, record.seconds)
+        order = attempt(supply.pack, case, call) if record is None else None
         whole: list[bool] = []
         conclude = partial(self._conclude, case, record, order, call[0], whole)
         trace = partial(self._trace, record is None, whole)
-        return answer_and_compare(call, partial(region.serve_eager, call), trace, boot.moment, conclude)
+        return answer_and_compare(call, partial(serve_eager, call), trace, boot.moment, conclude)
 
     def _trace(self, takes_time: bool, whole: list[bool], *copy: Any) -> Any:
         """The answer of graphs that exist, or that are found in stored files. No record has said how long it takes if
@@ -85,8 +85,8 @@ class ServedByGraphs:
             with out_of_stored_files():
                 traced = trace(self._graphs, lambda: copy)
         finally:
-            self._region.supply.boot.tracing_s -= (time.perf_counter() - started) * takes_time
-        self._region.report.note_traced(traced, started)
+            self._supply.boot.tracing_s -= (time.perf_counter() - started) * takes_time
+        self._supply.report.note_traced(traced, started)
         whole.append(not traced.broken_by)
         return traced.answer
 
@@ -99,7 +99,7 @@ class ServedByGraphs:
         whole: list[bool],
         outcome: Outcome,
     ) -> None:
-        supply, report = self._region.supply, self._region.report
+        supply, report = self._supply, self._supply.report
         if isinstance(outcome, Check):
             report.note_error(outcome.error, outcome.tolerance)
         if isinstance(outcome, Check) and outcome.passed:
@@ -127,29 +127,23 @@ class ServedByGraphs:
                 supply.boot.reject(path, reason)
         report.wait_for(supply.kinds)
 
-    def serve_case(self, case: Case, call: Call, like: Hashable) -> Any:
-        """Serve a call of a case that graphs serve, if they were compared on this instance, and that has taken effect.
-        In the warm-up, they are compared now, unless those of its own are still ordered."""
-        boot, trial = self._region.supply.boot, case.trials.get(call[0], 0)
+    def find(self, case: Case, call: Call) -> ServedByGraph | bool:
+        """What serves a call of a case that graphs serve, if they were compared on this instance, and that has taken
+        effect; else whether they are compared now: in the warm-up, unless those of its own are still ordered."""
+        boot, trial = self._supply.boot, case.trials.get(call[0], 0)
         if boot.moment.has(case.subject(call[0])):
-            return self._region.serve_eager(call)
+            return False
         if trial in (WHOLE_GRAPH, SEVERAL_GRAPHS):
-            served = _Served(case, trial == WHOLE_GRAPH, call)
-            self._region.settle(call, like, case, served)
-            return self.serve(served, call, like)
+            return ServedByGraph(case, trial == WHOLE_GRAPH, call)
         is_wanted = boot.is_warming_up and trial != LEFT_OUT and not (trial and boot.waiting)
         if is_wanted and boot.tracing_s <= 0:
-            self._region.report.note_eager("no time is left in the setup to trace its graphs", case.spec)
-        elif is_wanted:
-            return self.trace(case, None, call)
-        return self._region.wait(case, call, like)
+            self._supply.report.note_eager("no time is left in the setup to trace its graphs", case.spec)
+        return is_wanted and boot.tracing_s > 0
 
-    def serve(self, served: _Served, call: Call, like: Hashable) -> Any:
-        """Serve a call like one that was compared on this instance: by a graph that exists, or eager."""
-        try:
-            answer = self._graphs.run(served.is_whole, call, compiles=False)
-        except NoGraph:  # another thread traces, which hides all graphs; or a guard has failed, and may hold again
-            self._region.settle(call, like)
-            return self._region.serve_eager(call)
-        self._region.served["graphs"] += 1
-        return answer
+    def run(self, served: ServedByGraph, call: Call) -> Any:
+        """The answer of a graph that exists, for a call like one that was compared on this instance.
+
+        Raises:
+            NoGraph: another thread traces, which hides all graphs; or a guard has failed, and may hold again.
+        """
+        return self._graphs.run(served.is_whole, call, compiles=False)

@@ -24,10 +24,10 @@ from compile_cache.calls.module_state import why_eager
 from compile_cache.calls.overlaps import reachable_tensors
 from compile_cache.calls.spec import RECOMPILE_LIMIT, growth, likeness, modes, top_sizes, with_plain_strides
 from compile_cache.calls.torch_call import Args, Call, Kwargs, call_region, count_dispatch_modes, is_tracing, serve_by
-from compile_cache.errors import CompileCacheError, Failure, attempt, first_line
+from compile_cache.errors import CompileCacheError, Failure, NoGraph, attempt, first_line
 from compile_cache.of_each import OfEach
 from compile_cache.serving.comparison import Outcome, Unended, answer_and_compare
-from compile_cache.serving.graphs import ServedByGraphs
+from compile_cache.serving.graphs import RegionGraphs, ServedByGraph
 from compile_cache.serving.kinds import LEFT_OUT, PASSED, Case, State
 from compile_cache.serving.moment import Known
 from compile_cache.serving.region_report import RegionReport
@@ -49,7 +49,7 @@ class Region:
         self.supply = RegionSupply(report, owner, supply)
         self.report = report
         self._moment = supply.moment
-        self._graphs = ServedByGraphs(self)
+        self._graphs = RegionGraphs(self.supply)
         # By instance, its place in the model: see `RegionSupply.mark`.
         self.places: OfEach[str] = OfEach()
         self.served: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class Region:
                 self.served["eager"] += 1
                 return call_region(module, args, kwargs)
             if found.fits(call := (module, *with_plain_strides(args, kwargs))):
-                return self._graphs.serve(found, call, like)
+                return self._serve_by_graph(found, call, like)
         if is_tracing():  # sizes are tensors then
             return self._route((module, args, kwargs), None)
         plain, named = with_plain_strides(args, kwargs)
@@ -94,7 +94,7 @@ class Region:
             known = self._moment.known[call[0]] = Known(max(_CALLS_BETWEEN_LOOKS, parts))
         return known
 
-    def settle(self, call: Call, like: Hashable, case: Case | None = None, found: Any = ()) -> None:
+    def _settle(self, call: Call, like: Hashable, case: Case | None = None, found: Any = ()) -> None:
         """Serve calls like this one by the model's own code, or by graphs that were `found`, as long as that is
         `known`."""
         is_growing = case is not None and case.state is State.GROWING
@@ -110,14 +110,14 @@ class Region:
         """
         if count_dispatch_modes() or is_tracing():
             self.report.explain("eager in a dispatch mode of torch, such as a counter or a trace")
-            return self.serve_eager(call)
+            return self._serve_eager(call)
         if reason := why_eager(call[0]):
             return self._stay_eager(call, like, f"eager: {reason}")
         self._moment.pass_by()
         found = attempt(self.supply.kinds.case, call)
         if isinstance(found, Failure):
             self.report.note_eager(found.reason)
-            return self.serve_eager(call)
+            return self._serve_eager(call)
         if isinstance(found, str):
             return self._stay_eager(call, like, found)
         case, function = found
@@ -128,23 +128,26 @@ class Region:
                 return self._serve_claimed(case, function, call, like)
         finally:
             case.give_back(call)
-        if case.graphs:
-            return self._graphs.serve_case(case, call, like)
-        return self.wait(case, call, like)
+        if case.graphs and (graph := self._graphs.find(case, call)):
+            if isinstance(graph, bool):
+                return self._graphs.trace(case, None, call, self._serve_eager)
+            self._settle(call, like, case, graph)
+            return self._serve_by_graph(graph, call, like)
+        return self._wait(case, call, like)
 
     def _stay_eager(self, call: Call, like: Hashable, reason: str) -> Any:
         """Serve calls like this one by the model's own code, as long as that is `known`."""
         self.report.note_eager(reason)
-        self.settle(call, like)
-        return self.serve_eager(call)
+        self._settle(call, like)
+        return self._serve_eager(call)
 
-    def wait(self, case: Case, call: Call, like: Hashable) -> Any:
+    def _wait(self, case: Case, call: Call, like: Hashable) -> Any:
         """Serve a call eager whose case has no function for it now."""
         # To look whether a call makes a tensor larger takes a millisecond, so one call of a prediction shows it.
         is_first = case.state is State.GROWING and (case not in self._moment.known or not self._moment.open)
-        answer = self.serve_eager(call, case if is_first else None)
+        answer = self._serve_eager(call, case if is_first else None)
         if case.state not in (State.NEW, State.HAS_CODE):  # NEW again if it has not grown
-            self.settle(call, like, case)
+            self._settle(call, like, case)
         return answer
 
     def _serves(self, case: Case, module: nn.Module) -> bool:
@@ -167,6 +170,15 @@ class Region:
             self.supply.drop(case, f"AssertionError: {first_line(error)}")
             raise
 
+    def _serve_by_graph(self, found: ServedByGraph, call: Call, like: Hashable) -> Any:
+        try:
+            answer = self._graphs.run(found, call)
+        except NoGraph:
+            self._settle(call, like)
+            return self._serve_eager(call)
+        self.served["graphs"] += 1
+        return answer
+
     def _serve_claimed(self, case: Case, function: Precompiled | None, call: Call, like: Hashable) -> Any:
         """Serve a call of a case that it has claimed: by a stored function, or eager. A function that has not passed on
         this instance is compared. If none is stored, one is ordered."""
@@ -180,19 +192,19 @@ class Region:
         if case.state is State.HAS_CODE and function is not None:
             return self._compare(case, function, call)
         if case.state is State.NEW and (record := supply.record(case, call)) is not None:
-            return self._graphs.trace(case, record, call)
+            return self._graphs.trace(case, record, call, self._serve_eager)
         if case.state is not State.NEW:
-            return self.wait(case, call, like)
+            return self._wait(case, call, like)
         if supply.boot.is_full:  # the next prediction orders it
-            self.settle(call, like)
-            return self.serve_eager(call)
+            self._settle(call, like)
+            return self._serve_eager(call)
         order = attempt(supply.pack, case, call)
-        answer = self.serve_eager(call, case)
+        answer = self._serve_eager(call, case)
         if case.state is State.NEW:
             supply.order(case, order)
         return answer
 
-    def serve_eager(self, call: Call, case: Case | None = None) -> Any:
+    def _serve_eager(self, call: Call, case: Case | None = None) -> Any:
         """Serve a call by the model's own code. That of a `case`, which is claimed or GROWING, shows whether such calls
         change the size of a tensor that they can reach, as of a cache that grows."""
         sizes = _sizes(call) if case is not None else []
@@ -212,9 +224,9 @@ class Region:
         serves from the next moment on, or if the comparison is tried again later: see `RegionSupply.put_off`."""
         started = time.perf_counter()
         if self._moment.has(case.subject(call[0])) or case.trials.get(call[0]) in (PASSED, LEFT_OUT):
-            return self.serve_eager(call)
+            return self._serve_eager(call)
         conclude = partial(self._conclude, case, function, call[0])
-        answer = answer_and_compare(call, partial(self.serve_eager, call), function, self._moment, conclude)
+        answer = answer_and_compare(call, partial(self._serve_eager, call), function, self._moment, conclude)
         self.report.compile_s += time.perf_counter() - started
         note("regions", f"{self.report.name}: compare", started)
         return answer

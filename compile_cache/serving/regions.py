@@ -99,13 +99,14 @@ class Regions:
         """A report for each class; the classes that are left eager come last."""
         return sorted((region.report for region in self.by_class.values()), key=lambda report: report.is_left_eager)
 
-    def left_eager_warnings(self) -> list[str]:
-        """A warning for each name in `COMPILE_CACHE_LEAVE_EAGER` that no class had."""
-        names = {kind.__name__ for kind in self.by_class}
+    def unknown_class_warnings(self) -> list[str]:
+        """A warning for each name in `COMPILE_CACHE_LEAVE_EAGER` and `COMPILE_CACHE_GRAPHS` that no class had."""
+        names, settings = {kind.__name__ for kind in self.by_class}, self.supply.settings
         classes = ", ".join(sorted(names)) or "none"
         return [
-            f"COMPILE_CACHE_LEAVE_EAGER names {name}, but this boot has no such region. Its regions: {classes}."
-            for name in self.supply.settings.leave_eager
+            f"COMPILE_CACHE_{variable} names {name}, but this boot has no such region. Its regions: {classes}."
+            for variable, given in (("LEAVE_EAGER", settings.leave_eager), ("GRAPHS", settings.graphs))
+            for name in given
             if name not in names
         ]
 

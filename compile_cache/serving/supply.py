@@ -63,7 +63,7 @@ class Supply:
 
     `artifacts` has the stored functions; None until torch's loader is imported. If there can be none, it says why; it
     is empty if none is wanted.
-    `kinds` has the kinds of calls of each region, in the order in which the program gave the regions.
+    `regions` are in the order in which the program gave them.
     `late` has the functions that are loaded after READY, each with whether cases wait for it; None from READY on.
     `is_warming_up`: whether calls are the warm-up's.
     `tracing_s`: the seconds that the setup may still spend on tracing stored graphs.
@@ -87,7 +87,7 @@ class Supply:
         late = [path for path in sorted(functions) if path in marks and marks[path].is_late]
         late = late if settings.unseen == "background" else []
         self.late: dict[str, bool] | None = dict.fromkeys(late, False)
-        self.kinds: list[Kinds] = []
+        self.regions: list[RegionSupply] = []
         self._calls = calls
         self.moment = Moment()
         self.artifacts: Artifacts | str | None = None
@@ -187,7 +187,7 @@ class Supply:
 
     def _late_cases(self, *kinds: Kinds) -> list[Case]:
         """The cases that wait for stored functions, or those among these kinds, and that no moment looks up yet."""
-        cases = itertools.chain(*kinds or self.kinds)
+        cases = itertools.chain(*kinds or (region.kinds for region in self.regions))
         return [case for case in cases if case.state is State.LATE and not self.moment.has(case)]
 
     # What the second process answers.
@@ -212,7 +212,8 @@ class Supply:
     def _taken(self, name: str, answer: Answer) -> Answer:
         orders = self.orders
         assert not isinstance(orders, str)  # it has answered
-        self._wait_for_gap()
+        if self.late is None:
+            self._wait_for_gap()
         if not answer.is_precompiled and self.late is None:  # the next boot traces its graphs
             orders.take(answer)
             return answer
@@ -306,7 +307,7 @@ class RegionSupply:
         self.owner = owner
         self.boot = boot
         self.kinds = Kinds()
-        boot.kinds.append(self.kinds)
+        boot.regions.append(self)
         self.shares_weights = True
         # Whether all its modules are needed after READY alone.
         self.is_late = True
@@ -319,12 +320,13 @@ class RegionSupply:
             UnseenCallError: COMPILE_CACHE_UNSEEN is `error`.
         """
         boot, ledger = self.boot, self.boot.directory.ledger
-        if self.is_late and (paths := boot.will_load(case, call)):
+        asks_for_graphs = type(call[0]).__name__ in boot.settings.graphs
+        if self.is_late and not asks_for_graphs and (paths := boot.will_load(case, call)):
             ledger.use(*paths, self.owner)  # the process may end before the next call
             self.report.take_step("late")
             return None
         found: Precompiled | str = ""
-        if (artifacts := boot.functions) is not None:
+        if (artifacts := boot.functions) is not None and not asks_for_graphs:
             boot.configure()  # an artifact's name depends on these settings
             looked = attempt(artifacts.find, case.spec, call)
             found = looked.reason if isinstance(looked, Failure) else looked
@@ -335,7 +337,7 @@ class RegionSupply:
             self.report.loaded += 1
             return found
         if boot.is_warming_up:
-            if self.is_late and boot.is_first_run:
+            if self.is_late and boot.is_first_run and not all(region.is_late for region in boot.regions):
                 self.give_up(case, "a process of one answer has what is needed first compiled first")
             return None
         unseen = boot.settings.unseen
@@ -357,7 +359,7 @@ class RegionSupply:
         if (artifacts := boot.functions) is None or (record := artifacts.graphs(case.spec, call)) is None:
             return None
         boot.directory.ledger.use(record.path, self.owner)
-        if artifacts.has_functions(case.spec, call[0]):
+        if type(call[0]).__name__ not in boot.settings.graphs and artifacts.has_functions(case.spec, call[0]):
             why = "functions serve other calls of its class"
         elif not boot.is_warming_up:
             why = "its graphs are traced in a warm-up alone"
@@ -374,7 +376,7 @@ class RegionSupply:
         if isinstance(orders, str):
             raise NotHandedOver(orders)
         name = f"{self.report.name} {case.spec}"
-        rank = (not self.boot.is_warming_up, self.boot.kinds.index(self.kinds))
+        rank = (not self.boot.is_warming_up, self.boot.regions.index(self))
         order = orders.pack(name, call, case.spec.open, rank, self.shares_weights, case.graphs)
         # torch 2.13 keeps settings in context variables. A function is loaded with the settings of this call.
         context = contextvars.copy_context()
