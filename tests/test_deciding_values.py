@@ -73,7 +73,7 @@ class Scene:
         self.moment, self.block, self.x, self.did = self.supply.moment, Block(), tensor(4, 2), list[str]()
         regions.compile(self.block)
         (self.region,) = regions.by_class.values()
-        self.region._graphs.trace = lambda case, record, call, eager: self.note("traced", call)  # type: ignore[method-assign]
+        self.region._graphs.trace = lambda case, record, call, eager: self.note("traced", call)  # type: ignore
         self.region._graphs._graphs = SimpleNamespace(run=lambda is_whole, call, compiles: call_region(*call))
         self.kinds, self.place = self.region.supply.kinds, self.region.places[self.block]
         self.function, self.error, self.meanwhile = Function(self.run), 0.0, int

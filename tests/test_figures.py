@@ -8,8 +8,6 @@ from xml.etree import ElementTree
 
 from boot import interval, pairs
 from cog_server import PROJECT
-from fresh_boot import read_lines
-from peers import tables
 
 from compile_cache.cli.report_page import read_report, seconds_text
 from docs import draw_boot
@@ -52,9 +50,3 @@ def test_the_interval_holds_the_mean_with_90_percent_by_students_t():
 def test_a_boot_without_its_counterpart_is_no_pair():
     ours, theirs = ([{"round": number, "value": number * scale} for number in (1, 2, 3)] for scale in (1.0, 10.0))
     assert pairs(ours, theirs[1:], lambda boot: boot["value"]) == [(2.0, 20.0), (3.0, 30.0)]
-
-
-def test_readme_has_the_tables_of_the_records():
-    page = (PROJECT / "benchmarks" / "README.md").read_text()
-    for part in tables(read_lines(PROJECT / "benchmarks" / "peers-h200.jsonl")).split("\n\n"):
-        assert not part.startswith("|") or part in page
