@@ -58,7 +58,7 @@ def ends_while(work: str) -> dict[str, Any]:
     from compile_cache.inductor.stored_functions import Artifacts
     from compile_cache.serving.supply import Supply
 
-    places: dict[str, tuple[type, str]] = {"take": (Supply, "taken"), "preload": (Artifacts, "prefetch")}
+    places: dict[str, tuple[type, str]] = {"take": (Supply, "received"), "preload": (Artifacts, "prefetch")}
     begun_work = calls_torch_longer(*places[work])
     with compile_cache.boot(MODEL) as boot:
         from background_blocks import Wide

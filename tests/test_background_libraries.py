@@ -33,7 +33,7 @@ def order(orders: Orders, name: str) -> None:
 
     def take(answer: Future[Any]) -> None:
         if not answer.cancelled() and not answer.result().reason:
-            orders.take(answer.result())
+            orders.copy_in(answer.result())
             orders._directory.ledger.hand_over(answer.result().files)
 
     made.answer.add_done_callback(take)
@@ -105,7 +105,7 @@ def test_an_artifact_comes_after_the_kernels_that_it_needs(tmp_path, monkeypatch
     (orders.workshop / kernel).touch()
     there = (directory.path / kernel).exists
     monkeypatch.setattr(orders_module, "copy_artifact", lambda *_: found.append(there()))
-    orders.take(Answer(files=(artifact, kernel)))
+    orders.copy_in(Answer(files=(artifact, kernel)))
     assert found == [True]
 
 
@@ -114,7 +114,7 @@ def test_a_file_is_taken_with_the_cache_directorys_path_in_place_of_the_workshop
     orders = Orders(Settings(), directory)
     orders.workshop.mkdir()
     (orders.workshop / "kernel.json").write_text(f"{orders.workshop}/kernel.so")
-    orders.take(Answer(files=("kernel.json",)))
+    orders.copy_in(Answer(files=("kernel.json",)))
     assert (directory.path / "kernel.json").read_text() == f"{directory.path}/kernel.so"
 
 
@@ -124,5 +124,5 @@ def test_a_result_of_tuning_that_torch_has_rewritten_takes_the_place_of_the_old_
     orders.workshop.mkdir()
     for folder, text in ((directory.path, "old"), (orders.workshop, "new")):
         (folder / path).write_text(text)
-    orders.take(Answer(files=(path,)))
+    orders.copy_in(Answer(files=(path,)))
     assert (directory.path / path).read_text() == "new"

@@ -124,7 +124,7 @@ def test_new_code_is_taken_between_two_predictions(directory):
 def test_a_prediction_that_overlaps_changes_no_code_and_one_that_was_broken_off_is_made_up_for():
     moment, taken = Moment(), []
     assert not moment.begin(FIRST)
-    moment.note(moment, lambda: taken.append(1))
+    moment.defer(moment, lambda: taken.append(1))
     assert not moment.begin(SECOND)
     moment.pass_by()
     assert taken == []
@@ -146,8 +146,8 @@ def test_a_prediction_that_a_cancel_breaks_off_while_it_begins_is_not_open_and_l
         if error := next(cancels, None):
             raise error
 
-    moment.note("code", change)
-    moment.note("other code", lambda: taken.append(2))
+    moment.defer("code", change)
+    moment.defer("other code", lambda: taken.append(2))
     with pytest.raises(KeyboardInterrupt):
         moment.begin(FIRST)
     assert not moment.open
@@ -165,7 +165,7 @@ def test_a_prediction_that_is_gone_is_not_open():
 def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
     moment, are_new, tries = Moment(), [], iter([True, True, False])
     with prediction(moment):
-        moment.note(moment, lambda: next(tries))
+        moment.defer(moment, lambda: next(tries))
     for _ in range(4):
         with prediction(moment) as is_new:
             are_new.append(is_new)
@@ -174,7 +174,7 @@ def test_a_change_that_comes_too_early_is_made_at_a_later_moment():
 
 def test_outside_predictions_what_is_known_of_calls_is_kept_while_a_change_is_too_early():
     moment, tries = Moment(), iter([True, True, False])
-    moment.note(moment, lambda: next(tries))
+    moment.defer(moment, lambda: next(tries))
     known = moment.known
     for is_early in (True, True, False):
         moment.pass_by()
@@ -184,7 +184,7 @@ def test_outside_predictions_what_is_known_of_calls_is_kept_while_a_change_is_to
 def test_a_change_that_fails_costs_no_other_change_and_no_prediction():
     moment, taken = Moment(), []
     for subject, change in (("a", lambda: 1 / 0), ("b", lambda: taken.append(1))):
-        moment.note(subject, change)
+        moment.defer(subject, change)
     assert moment.begin(FIRST)
     assert taken == [1]
 
@@ -192,7 +192,7 @@ def test_a_change_that_fails_costs_no_other_change_and_no_prediction():
 def test_a_prediction_is_alone_until_another_one_is_open_whatever_arrives():
     moment = Moment()
     stays_alone = moment.stays_alone()
-    moment.note("code", lambda: None)
+    moment.defer("code", lambda: None)
     assert stays_alone()
     for expected, token in ((True, FIRST), (False, SECOND)):
         moment.begin(token)
@@ -207,7 +207,7 @@ def test_a_prediction_that_is_just_beginning_is_not_overlooked(monkeypatch):
     moment, asked = Moment(), []
     moment.begin(FIRST)
     with ThreadPoolExecutor() as threads:
-        moment.note("code", lambda: asked.append(threads.submit(moment.stays_alone)) or bool(wait(asked, 0.2)))
+        moment.defer("code", lambda: asked.append(threads.submit(moment.stays_alone)) or bool(wait(asked, 0.2)))
         moment.begin(SECOND)
         assert not asked[0].result()()
 
@@ -240,7 +240,7 @@ def test_what_waits_for_an_ending_waits_for_the_last_prediction_that_is_open():
     moment, made = Moment(), list[str]()
     moment.begin(FIRST)
     moment.begin(SECOND)
-    moment.note_ending("a function", lambda: made.append("marked"))
+    moment.at_end("a function", lambda: made.append("marked"))
     moment.end(FIRST, is_complete=True)
     assert made == []
     moment.end(SECOND, is_complete=True)
@@ -252,7 +252,7 @@ def test_a_prediction_that_raises_is_no_whole_one(directory, error, made):
     compiler, marked = background(directory), list[str]()
     prediction = Prediction(BootReport(), compiler)
     prediction.__enter__()
-    compiler.supply.moment.note_ending("a function", lambda: marked.append("marked"))
+    compiler.supply.moment.at_end("a function", lambda: marked.append("marked"))
     prediction.__exit__(error and type(error), error, None)
     assert marked == made
 
@@ -262,7 +262,7 @@ def test_code_that_is_noted_again_waits_no_longer_under_steady_overlap(monkeypat
     monkeypatch.setattr("compile_cache.serving.moment.time", SimpleNamespace(monotonic=lambda: now[0]))
     moment.begin(FIRST)
     for now[0], what in ((0.0, "one instance"), (9.0, "another")):
-        moment.note("code", lambda what=what: taken.append(what))
+        moment.defer("code", lambda what=what: taken.append(what))
     now[0] = 11.0
     moment.begin(SECOND)  # while the first one is open
     assert taken == ["another"]

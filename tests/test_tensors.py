@@ -111,7 +111,7 @@ def test_weights_that_are_mapped_take_no_room(monkeypatch):
     shared = StorageLayout("cpu", 0, 1 << 40, 0, torch.float32, ("a handle",), True)
     storage = torch.zeros(1).untyped_storage()
     monkeypatch.setattr(tensors, "mapped", lambda handle: storage)
-    made, mapping = tensors.make_storages([own, shared])
+    made, mapping = tensors.allocate([own, shared])
     assert made.storage.nbytes() == WEIGHT_BYTES
     assert mapping.storage is storage
 

@@ -100,7 +100,7 @@ def test_every_switch_is_made_or_refused():
 
 def test_threads_of_a_call_on_a_gpu_are_left_alone(process):
     with threads():
-        answer = process.ask("make_state", ServerState.take(on_gpu=True))
+        answer = process.ask("make_state", ServerState.read(on_gpu=True))
     assert answer["within"]["switches"] == answer["before"]["switches"]
 
 
@@ -147,7 +147,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_switch_precision_or_option_of_the_server_is_made_however_it_was_set_and_set_back(process, way):
     with WAYS[way]():
-        state, server = ServerState.take(on_gpu=False), facts()
+        state, server = ServerState.read(on_gpu=False), facts()
     answer = process.ask("make_state", state)
     before = answer["before"]
     assert answer["within"] == server
@@ -162,11 +162,11 @@ REFUSED = {"function modes": lambda: torch.device("cpu"), "dispatch modes": Fake
 @pytest.mark.parametrize("context", REFUSED)
 def test_context_that_no_other_process_can_enter_is_named(context):
     with REFUSED[context](), pytest.raises(NotHandedOver, match=context.removesuffix("s")):
-        ServerState.take(on_gpu=False)
+        ServerState.read(on_gpu=False)
 
 
 def test_switch_that_cannot_be_made_is_named_with_both_values(process):
-    state = ServerState.take(on_gpu=False)
+    state = ServerState.read(on_gpu=False)
     values = dict(zip(SWITCHES, state.switches, strict=True)) | {"function modes": 2, "math attention": False}
     answer = process.ask("make_state", replace(state, switches=tuple(values.values())))
     assert answer["refused"] == "in the compiling process, function modes 2 → 0"
@@ -185,7 +185,7 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
     ],
 )
 def test_what_cannot_be_made_is_named_and_nothing_stays(process, change, name):
-    answer = process.ask("make_state", replace(ServerState.take(on_gpu=False), **change))
+    answer = process.ask("make_state", replace(ServerState.read(on_gpu=False), **change))
     assert name in answer["refused"]
     assert_set_back(answer)
 
@@ -194,7 +194,7 @@ def test_a_process_that_began_before_the_server_chose_them_gets_its_import_path_
     with monkeypatch.context() as server:
         server.setattr(sys, "path", ["of the server", *sys.path])
         server.setenv("CUDA_VISIBLE_DEVICES", "1")
-        state = ServerState.take(on_gpu=False)
+        state = ServerState.read(on_gpu=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     state.place()
@@ -203,7 +203,7 @@ def test_a_process_that_began_before_the_server_chose_them_gets_its_import_path_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_gpu_that_is_not_there_is_named(process):
-    answer = process.ask("make_state", replace(ServerState.take(on_gpu=True), device=0))
+    answer = process.ask("make_state", replace(ServerState.read(on_gpu=True), device=0))
     assert "the CUDA device" in answer["refused"]
 
 
@@ -212,26 +212,26 @@ def test_order_of_attentions_holds_although_torch_sets_its_own_first(process):
     torch.zeros(1, device="cuda")
     index = torch.cuda.device_count() - 1
     with torch.cuda.device(index), order([2, 1, 0, 3, 4]):
-        state, server = ServerState.take(on_gpu=True), facts(on_gpu=True)
+        state, server = ServerState.read(on_gpu=True), facts(on_gpu=True)
         answer = process.ask("make_state", state)
     assert answer["within"] == server
     assert answer["device"] == index
 
 
 def test_a_module_of_options_that_another_thread_imports_has_its_defaults(monkeypatch):
-    before = ServerState.take(on_gpu=False)
+    before = ServerState.read(on_gpu=False)
     spec = importlib.util.spec_from_loader("torch._functorch.config", None)
     spec._initializing = True
     half_imported = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "torch._functorch.config", half_imported)
-    assert ServerState.take(on_gpu=False) == before
+    assert ServerState.read(on_gpu=False) == before
 
 
 def test_options_of_a_thread_that_loads_an_artifact_and_each_process_s_own_compile_workers_are_not_the_server_s():
-    before = ServerState.take(on_gpu=False)
+    before = ServerState.read(on_gpu=False)
     of_inductor = config.patch(enable_autograd_for_aot=True, compile_threads=3)
     with torch._dynamo.config.patch(enable_aot_compile=True), of_inductor:
-        assert ServerState.take(on_gpu=False) == before
+        assert ServerState.read(on_gpu=False) == before
 
 
 def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_option():
@@ -240,7 +240,7 @@ def test_pass_that_no_other_process_can_import_is_refused_by_the_name_of_its_opt
         torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None),
         pytest.raises(NotHandedOver, match=refusal),
     ):
-        ServerState.take(on_gpu=False)
+        ServerState.read(on_gpu=False)
 
 
 SERVER = """
@@ -249,7 +249,7 @@ from compile_cache.inductor.torch_state import ServerState
 torch.backends.cuda.enable_flash_sdp(False)
 torch.set_float32_matmul_precision("high")
 with torch.inference_mode():
-    state = ServerState.take(on_gpu=False)
+    state = ServerState.read(on_gpu=False)
     compilers = [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo"))]
     from compile_cache.inductor.toolchain import configure_torch
     from state_process import facts
@@ -278,7 +278,7 @@ def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_tha
         order([3, 1, 2, 0, 4]),
         torch._inductor.config.patch(post_grad_custom_pre_pass=passes.Versioned("the server's"), epilogue_fusion=False),
     ):
-        state = ServerState.take(on_gpu=False)
+        state = ServerState.read(on_gpu=False)
         path = process.ask("make_artifact", state, directory.path)
         found = find(directory, build(Block), tensor())
         assert isinstance(found, Precompiled), found
@@ -288,7 +288,7 @@ def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_tha
 
 def test_name_that_torch_no_longer_has_costs_the_second_process_alone(monkeypatch):
     with order([3, 1, 2, 0, 4]):
-        state = ServerState.take(on_gpu=False)
+        state = ServerState.read(on_gpu=False)
     monkeypatch.delattr(torch._C, "_set_sdp_priority_order")
     with pytest.raises(NotHandedOver, match=r"priority cannot be set .*_set_sdp_priority_order"), state.applied():
         raise AssertionError("the state was made")
@@ -333,7 +333,7 @@ def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):
     monkeypatch.setattr(passes, "SHARED", armed := passes.Versioned("as imported"), raising=False)
     armed.version = "armed by the setup"
     with torch._inductor.config.patch(post_grad_custom_post_pass=armed):
-        (option,) = [each for each in ServerState.take(False).options if each[1] == "post_grad_custom_post_pass"]
+        (option,) = [each for each in ServerState.read(False).options if each[1] == "post_grad_custom_post_pass"]
     found = pickle.loads(option[2])
     assert found is not armed
     assert found.version == "armed by the setup"
@@ -344,11 +344,11 @@ def test_a_pass_that_is_a_global_object_travels_as_it_is_now(monkeypatch):
 
 def test_preparations_are_called_once_in_order_and_what_they_set_stays(process):
     """In a process that no later test asks."""
-    before = ServerState.take(on_gpu=False).preparations
+    before = ServerState.read(on_gpu=False).preparations
     for _ in range(2):
         prepare_with(passes.register)
     prepare_with(passes.set_pass)
-    state = ServerState.take(on_gpu=False)
+    state = ServerState.read(on_gpu=False)
     assert state.preparations == (*before, "passes:register", "passes:set_pass")
     first, second = (process.ask("make_state", state) for _ in range(2))
     assert second["registered"] == ["registered"]
@@ -359,10 +359,10 @@ def test_preparations_are_called_once_in_order_and_what_they_set_stays(process):
 
 @pytest.mark.parametrize("function", [lambda: None, passes.Versioned("first").method, len.__call__])
 def test_preparation_that_no_other_process_can_import_is_refused(function):
-    before = ServerState.take(on_gpu=False).preparations
+    before = ServerState.read(on_gpu=False).preparations
     with pytest.raises(NotHandedOver, match="the compiling process cannot import"):
         prepare_with(function)
-    assert ServerState.take(on_gpu=False).preparations == before
+    assert ServerState.read(on_gpu=False).preparations == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="operators are joined on a GPU")

@@ -68,15 +68,15 @@ def test_what_the_setup_had_no_time_for_is_compiled_for_no_request_and_precompil
 @pytest.fixture
 def many(directory, monkeypatch):
     """Six blocks of one class whose code has just arrived, and their boot. None of its files is published early."""
-    take, early = Orders.take, set[str]()
+    copy, early = Orders.copy_in, set[str]()
 
-    def take_and_look(orders: Orders, answer: Answer) -> None:
-        take(orders, answer)
+    def copy_and_look(orders: Orders, answer: Answer) -> None:
+        copy(orders, answer)
         ledger = orders._directory.ledger
         ledger.hand_over(ledger.appeared())  # as the publisher may do at any moment
         early.update({*answer.files} & ledger.ready().keys())
 
-    monkeypatch.setattr(Orders, "take", take_and_look)
+    monkeypatch.setattr(Orders, "copy_in", copy_and_look)
     blocks = [build(Product) for _ in range(6)]
     compiler = warmed(directory, *blocks, settings=BACKGROUND)
     finish(compiler)

@@ -42,7 +42,7 @@ from compile_cache.errors import (
 from compile_cache.files import replacing
 from compile_cache.inductor.function_file import PRECOMPILED, SUFFIX, copy_artifact
 from compile_cache.settings import Settings
-from compile_cache.storage.directory import CacheDirectory, make_empty
+from compile_cache.storage.directory import CacheDirectory, empty_folder
 from compile_cache.timeline import note
 from compile_cache.torch_threads import end_at_exit
 
@@ -112,10 +112,10 @@ class Orders:
         """
         from compile_cache.inductor.torch_state import ServerState
 
-        order.state = ServerState.take(order.is_on_gpu)
+        order.state = ServerState.read(order.is_on_gpu)
         self.queue.put(order)
 
-    def take(self, answer: Answer) -> None:
+    def copy_in(self, answer: Answer) -> None:
         """Copy an answer's files into the cache directory: kernels first, then the artifacts that need them.
 
         Raises:
@@ -133,7 +133,7 @@ class Orders:
             OSError: the folder cannot be written, or no process can be started.
         """
         path = str(self.workshop)
-        make_empty(self.workshop)
+        empty_folder(self.workshop)
         for file in self._directory.scan():
             with contextlib.suppress(ArtifactError):  # a damaged one
                 _copy([file], self._directory.path, self.workshop)
@@ -254,12 +254,12 @@ class OrderQueue:
             answer = attempt(self._answer, order)
             if isinstance(answer, Failure):
                 if isinstance(answer.error, ProcessNotReady):  # the others would fail alike; later ones are tried again
-                    orders += self._take_all()
+                    orders += self._drain()
                 known = isinstance(answer.error, CompileCacheError)
                 answer = Answer(reason=str(answer.error) if known else answer.reason)
             for each in orders:
                 self._finish(each, answer, started)
-        for order in self._take_all():
+        for order in self._drain():
             order.answer.cancel()
             self._orders.task_done()
 
@@ -281,7 +281,7 @@ class OrderQueue:
     def _may_begin(self) -> bool:
         return bool(self._orders.queue) and time.monotonic() < self._until_s
 
-    def _take_all(self) -> list[Order]:
+    def _drain(self) -> list[Order]:
         """Take all orders out of the queue."""
         return [self._orders.get()[-1] for _ in range(self._orders.qsize())]
 

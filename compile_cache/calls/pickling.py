@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_cache.calls.description import OPERATORS
 from compile_cache.calls.overlaps import reachable_tensors
-from compile_cache.calls.tensors import Handle, TensorDescriber, UsedStorage, layout, make_storages
+from compile_cache.calls.tensors import Handle, TensorDescriber, UsedStorage, allocate, layout
 from compile_cache.calls.torch_call import Call
 from compile_cache.errors import Failure, NotHandedOver, first_line, log
 from compile_cache.importable import OWN_MODULES, find, named_objects, why_not
@@ -114,7 +114,7 @@ def _handles(storages: Sequence[UsedStorage]) -> dict[int, Handle]:
 
 
 def receive(content: bytes) -> Call:
-    """The call that another process handed over, with new, unfilled tensors: see `make_storages`.
+    """The call that another process handed over, with new, unfilled tensors: see `allocate`.
 
     Unpickling runs code. Accept `content` only from the process that started this one.
 
@@ -125,7 +125,7 @@ def receive(content: bytes) -> Call:
     file = BytesIO(content)
     try:
         layouts, dictionaries = pickle.load(file)
-        storages = make_storages(layouts)
+        storages = allocate(layouts)
         call: Call = CallUnpickler(file, storages.__getitem__).load()
     except torch.OutOfMemoryError:
         raise

@@ -108,7 +108,7 @@ class TensorDescriber:
         _check(tensor)
         flags = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
         place = self._use(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return _with_attributes((make_tensor, (kind, place, flags)), tensor.__dict__)
+        return _with_attributes((build_tensor, (kind, place, flags)), tensor.__dict__)
 
     def _use(self, tensor: Tensor) -> UsedStorage:
         low, high = span(tensor)
@@ -131,7 +131,7 @@ class TensorDescriber:
         flags = tensor.requires_grad, tensor.is_inference()
         form = context, tuple(tensor.shape), tensor.stride()
         attributes = {name: value for name, value in tensor.__dict__.items() if name not in parts}
-        return _with_attributes((make_of_parts, (type(tensor), parts, form, flags)), attributes)
+        return _with_attributes((build_of_parts, (type(tensor), parts, form, flags)), attributes)
 
 
 def layout(used: UsedStorage, handle: Handle | None = None) -> StorageLayout:
@@ -176,7 +176,7 @@ class MadeStorage:
     shift: int
 
 
-def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, bool, bool]) -> Tensor:
+def build_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, bool, bool]) -> Tensor:
     """The tensor that `TensorDescriber.reduce` described, in a storage of this process."""
     made, dtype, offset, shape, strides = place
     requires_grad, is_inference, is_conj, is_neg = flags
@@ -193,15 +193,15 @@ def make_tensor(kind: type, place: tuple[Any, ...], flags: tuple[bool, bool, boo
         return tensor.requires_grad_(requires_grad)
 
 
-def make_of_parts(kind: Any, parts: dict[str, Any], form: tuple[Any, ...], flags: tuple[bool, bool]) -> Tensor:
-    """A tensor of a class that consists of other tensors, from `parts` made by `make_tensor`."""
+def build_of_parts(kind: Any, parts: dict[str, Any], form: tuple[Any, ...], flags: tuple[bool, bool]) -> Tensor:
+    """A tensor of a class that consists of other tensors, from `parts` made by `build_tensor`."""
     requires_grad, is_inference = flags
     with torch.inference_mode(is_inference), torch.no_grad():
         tensor: Tensor = kind.__tensor_unflatten__(parts, *form)
         return tensor if tensor.requires_grad == requires_grad else tensor.requires_grad_(requires_grad)
 
 
-def make_storages(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
+def allocate(layouts: Sequence[StorageLayout]) -> list[MadeStorage]:
     """A storage for each layout.
 
     Integers and booleans are 0, because they may be indices. Floating-point numbers on a GPU are small and random:
@@ -248,7 +248,7 @@ def _storage(layout: StorageLayout, mapping: torch.UntypedStorage | None, buffer
     if not layout.size_bytes:
         return MadeStorage(torch.empty(0, dtype=torch.uint8, device=layout.device).untyped_storage(), 0)
     if layout.is_weight:
-        return MadeStorage(buffers[layout.device, layout.dtype].take(layout), -layout.start)
+        return MadeStorage(buffers[layout.device, layout.dtype].reserve(layout), -layout.start)
     memory = _allocate(layout.device, layout.dtype, layout.size_bytes + layout.skew)
     return MadeStorage(memory.untyped_storage(), layout.skew - layout.start)
 
@@ -272,7 +272,7 @@ class _Buffer:
     memory: Tensor
     taken_bytes: int = 0
 
-    def take(self, layout: StorageLayout) -> torch.UntypedStorage:
+    def reserve(self, layout: StorageLayout) -> torch.UntypedStorage:
         """The next place, as a storage of its own: torch takes tensors of one storage for views of each other."""
         first = -(-self.taken_bytes // _PLACE_BYTES) * _PLACE_BYTES + layout.skew
         if first + layout.size_bytes > self.memory.nbytes:

@@ -196,12 +196,12 @@ def _recheck_tuned() -> None:
         original(self, reload_kernel_from_src)
         if len(self.compile_results) == 1 and getattr(self.compile_results[0].config, "found_by_coordesc", False):
             return
-        attempt(_take_recorded, self, before, reload_kernel_from_src)  # else torch tunes again, as without this patch
+        attempt(_reuse_recorded, self, before, reload_kernel_from_src)  # else torch tunes again, as without this patch
 
     autotuner.recheck_autotune_cache = recheck
 
 
-def _take_recorded(autotuner: Any, before: list[Any], reload_kernel_from_src: Any) -> None:
+def _reuse_recorded(autotuner: Any, before: list[Any], reload_kernel_from_src: Any) -> None:
     """Give the autotuner its recorded configuration, if there is one."""
     from torch._inductor.runtime.runtime_utils import triton_config_to_hashable
 

@@ -231,7 +231,7 @@ class ServerState:
     device: int | None
 
     @classmethod
-    def take(cls, on_gpu: bool) -> ServerState:
+    def read(cls, on_gpu: bool) -> ServerState:
         """The state of the calling thread. `on_gpu` says that all tensors of the call are on a GPU.
 
         Call it in the thread and in the contexts of a call, after the call was served: the first attention on a GPU can
@@ -278,33 +278,33 @@ class ServerState:
 
         configure_torch()
         for name in self.packages:
-            with _making(name):
+            with _setting(name):
                 importlib.import_module(name)
         _run_once(self.preparations)
         with ExitStack() as stack:
             for option in self.options:
-                _make_option(*option, stack)
+                _set_option(*option, stack)
             if self.device is not None:
-                with _making("the CUDA device"):
+                with _setting("the CUDA device"):
                     stack.enter_context(torch.cuda.device(self.device))
                     settle_attention_priority()
-            self._make_switches(stack)
+            self._set_switches(stack)
             self._check()
             yield
 
-    def _make_switches(self, stack: ExitStack) -> None:
+    def _set_switches(self, stack: ExitStack) -> None:
         """Set the switches that differ, and let the stack reset them."""
         values = dict(zip(SWITCHES, self.switches, strict=False))
-        with _making("gradients and inference mode"):
+        with _setting("gradients and inference mode"):
             stack.enter_context(torch.inference_mode(values["inference mode"]))  # it sets both
             stack.enter_context(torch.set_grad_enabled(values["gradients"]))
-        with _making("float32 matmul precision"):
+        with _setting("float32 matmul precision"):
             stack.callback(set_precisions, precisions())
             set_precisions(self.precisions)
         for name, value in values.items():
             old = SWITCHES[name]()
             if name in SETTERS and old != value:
-                with _making(name):
+                with _setting(name):
                     SETTERS[name](value)
                 stack.callback(SETTERS[name], old)
 
@@ -320,9 +320,9 @@ class ServerState:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
 
 
-def _make_option(module: str, name: str, packed: bytes, stack: ExitStack) -> None:
+def _set_option(module: str, name: str, packed: bytes, stack: ExitStack) -> None:
     """Give the option its value in this thread, and let the stack reset it."""
-    with _making(f"{module}.{name}"):
+    with _setting(f"{module}.{name}"):
         config, value = importlib.import_module(module), pickle.loads(packed)
         if getattr(config, name) != value:
             stack.enter_context(config.patch({name: value}))
@@ -331,7 +331,7 @@ def _make_option(module: str, name: str, packed: bytes, stack: ExitStack) -> Non
 
 
 @contextmanager
-def _making(name: str) -> Iterator[None]:
+def _setting(name: str) -> Iterator[None]:
     """Turn an error of the context into a `NotHandedOver` that begins with `name`."""
     try:
         yield

@@ -148,7 +148,7 @@ class ModelThread:
     def _run(self) -> None:
         while call := self._calls.get():
             self._running = call.name
-            call.make()
+            call.run()
             del call  # or its result would live until the next one
         self._running = None
 
@@ -173,7 +173,7 @@ class _Call:
         """The thread that makes the call; None once it has ended."""
         return None if self._has_ended else self._model._thread.ident
 
-    def make(self) -> None:
+    def run(self) -> None:
         """Make the call, unless it was interrupted before."""
         try:
             self._state.run(self._run)  # no interruption reaches the setting of modes

@@ -20,7 +20,7 @@ from compile_cache.lifecycle.boot_report import RestoreReport
 from compile_cache.lifecycle.host import show_log
 from compile_cache.settings import Settings
 from compile_cache.storage.catalog import explain_miss
-from compile_cache.storage.directory import CacheDirectory, make_empty
+from compile_cache.storage.directory import CacheDirectory, empty_folder
 from compile_cache.storage.fetch import Fetched, PacksOfKey, candidates, fetch, install
 from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
@@ -153,7 +153,7 @@ class Restore:
             self._fetching.start()
             failure = self._wait()
         if failure and self._fetching.done.is_set():
-            make_empty(self._directory.inbox)  # the disk was too small for the packs, and compiling needs the space
+            empty_folder(self._directory.inbox)  # the disk was too small for the packs, and compiling needs the space
         # After a failure new ones, because a thread that has not ended still uses the others.
         found = self._fetching.found
         packs = (found.packs if not failure else None) or observed.packs()

@@ -105,7 +105,7 @@ class RegionGraphs:
         if isinstance(outcome, Check) and outcome.passed:
             if record is not None and case.move(State.EAGER):
                 case.graphs = record.path
-            supply.boot.moment.note(case.subject(module), partial(report.take_step, "graphs"))
+            supply.boot.moment.defer(case.subject(module), partial(report.lower_to, "graphs"))
             case.trials[module] = WHOLE_GRAPH if whole[0] else SEVERAL_GRAPHS
             for owner in (case.graphs, supply.owner):
                 supply.boot.directory.ledger.release(owner)

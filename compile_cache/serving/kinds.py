@@ -88,7 +88,7 @@ class Case:
     claimant: Call | None = None
 
     def subject(self, module: nn.Module) -> tuple[Case, int]:
-        """What changes of this case for one instance have in common: see `Moment.note`."""
+        """What changes of this case for one instance have in common: see `Moment.defer`."""
         return self, id(module)
 
     def claim(self, call: Call) -> bool:

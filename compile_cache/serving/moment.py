@@ -53,7 +53,7 @@ class Moment:
         self.open: OfEach[bool] = OfEach()
         self.known: OfEach[Known] = OfEach()
 
-    def note(self, subject: object, change: Callable[[], bool | None]) -> None:
+    def defer(self, subject: object, change: Callable[[], bool | None]) -> None:
         """Make this change at the next moment, in place of an earlier one of the same subject. If `change` returns
         True, it was too early, and is called again at the moment after."""
         with LOCK:
@@ -74,11 +74,11 @@ class Moment:
                 self.known = OfEach()
                 if not self.open:
                     self._endings.clear()
-                    self._take()
+                    self._change()
                 elif any(time.monotonic() - since_s > _LONGEST_WAIT_S for _, since_s in self._changes.values()):
                     open_now = len(self.open)
                     log.warning("serve.mixed open=%d Predictions always overlap: these change their code.", open_now)
-                    self._take()
+                    self._change()
                 self.open[prediction] = is_new = self._is_new
                 self._is_new = False
                 return is_new
@@ -93,7 +93,7 @@ class Moment:
             self._is_new |= had_new_code and not is_complete
         self.conclude(is_complete)
 
-    def note_ending(self, subject: object, change: Callable[[], object]) -> None:
+    def at_end(self, subject: object, change: Callable[[], object]) -> None:
         """Make this change if the prediction that is open, or this round of the warm-up, ends whole."""
         with LOCK:
             self._endings[subject] = change
@@ -114,7 +114,7 @@ class Moment:
             return
         with LOCK:
             if not self.open:
-                self._take()
+                self._change()
 
     def holds(self, known: Known) -> bool:
         """Whether what is known about a module's calls holds in this one. Outside predictions, this counts the call."""
@@ -138,7 +138,7 @@ class Moment:
         """In a fork: predictions of other threads never end there, and what they hold is never released."""
         self._beginning, self.open = threading.RLock(), OfEach()
 
-    def _take(self) -> None:
+    def _change(self) -> None:
         for subject, noted in list(self._changes.items()):
             change, _ = noted
             is_early = attempt(change)

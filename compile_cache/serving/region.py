@@ -249,14 +249,14 @@ class Region:
         answers."""
         is_marked = self.places[module] in function.compared_on
         marked = [other for other in self.places if is_marked and self.places[other] in function.compared_on]
-        take = partial(self.supply.take, case, marked)
+        take = partial(self.supply.confirm, case, marked)
         with self._moment.alone() if is_marked else contextlib.nullcontext(False) as takes_now:
             if takes_now:
                 take()
             else:
-                self._moment.note(case.subject(module), take)
+                self._moment.defer(case.subject(module), take)
         case.trials[module] = PASSED  # after that was noted: until then, eager answers
-        self._moment.note_ending(case, lambda: self.supply.mark(case, self.places))
+        self._moment.at_end(case, lambda: self.supply.mark(case, self.places))
         self.report.wait_for(self.supply.kinds)
 
 

@@ -78,7 +78,7 @@ class RegionReport:
         """Whether compiled calls take longer than eager ones, by more than the error of timing."""
         return self.speedup is not None and self.speedup < _SLOWER
 
-    def take_step(self, step: str) -> None:
+    def lower_to(self, step: str) -> None:
         """Go down to `step`. A region at that step or below stays there."""
         with LOCK:
             if _LADDER.index(step) > _LADDER.index(self.settled):
@@ -98,7 +98,7 @@ class RegionReport:
 
     def note_eager(self, reason: str, call: object = "") -> None:
         """Go down to eager, and say why."""
-        self.take_step("eager")
+        self.lower_to("eager")
         self.explain(reason, call)
 
     def note_not_precompiled(self, reason: str) -> None:

@@ -183,7 +183,7 @@ class Supply:
         Calls load what is not loaded by then."""
         with LOCK:
             for case in self._late_cases(*kinds):
-                self.moment.note(case, functools.partial(_reopen, case))
+                self.moment.defer(case, functools.partial(_reopen, case))
 
     def _late_cases(self, *kinds: Kinds) -> list[Case]:
         """The cases that wait for stored functions, or those among these kinds, and that no moment looks up yet."""
@@ -201,25 +201,25 @@ class Supply:
         """Whether so many calls wait for the second process that no other can be ordered now."""
         return self._queue is not None and self._queue.waiting >= RECOMPILE_LIMIT
 
-    def taken(self, name: str, answer: Answer) -> Answer:
+    def received(self, name: str, answer: Answer) -> Answer:
         """The second process's answer for a call, with its files in the cache directory and its function loaded."""
-        taken = attempt(self._taken, name, answer) if answer.files else answer
-        if isinstance(taken, Failure):
-            log.warning("background.not_taken call=%s error=%s", name, taken.reason)
-            return replace(answer, path="", files=(), reason=f"its artifact cannot be used: {taken.reason}")
-        return taken
+        received = attempt(self._received, name, answer) if answer.files else answer
+        if isinstance(received, Failure):
+            log.warning("background.not_taken call=%s error=%s", name, received.reason)
+            return replace(answer, path="", files=(), reason=f"its artifact cannot be used: {received.reason}")
+        return received
 
-    def _taken(self, name: str, answer: Answer) -> Answer:
+    def _received(self, name: str, answer: Answer) -> Answer:
         orders = self.orders
         assert not isinstance(orders, str)  # it has answered
         if self.late is None:
             self._wait_for_gap()
         if not answer.is_precompiled and self.late is None:  # the next boot traces its graphs
-            orders.take(answer)
+            orders.copy_in(answer)
             return answer
         with noted("second process", f"{name}: load"):
             self.open()
-            orders.take(answer)
+            orders.copy_in(answer)
             if not answer.is_precompiled:
                 return answer
             if (artifacts := self.functions) is None:
@@ -323,7 +323,7 @@ class RegionSupply:
         asks_for_graphs = type(call[0]).__name__ in boot.settings.graphs
         if self.is_late and not asks_for_graphs and (paths := boot.will_load(case, call)):
             ledger.use(*paths, self.owner)  # the process may end before the next call
-            self.report.take_step("late")
+            self.report.lower_to("late")
             return None
         found: Precompiled | str = ""
         if (artifacts := boot.functions) is not None and not asks_for_graphs:
@@ -395,18 +395,18 @@ class RegionSupply:
         """Take the second process's answer. Another thread calls this."""
         if order.cancelled():
             return
-        answer = self.boot.taken(name, order.result())
+        answer = self.boot.received(name, order.result())
         self._hand_over(answer)
         if answer.function is not None:
             self.report.precompile_s += answer.seconds
             self.report.note_made(answer)
-            self.boot.moment.note(case, functools.partial(self._arrive, case, answer.function))
+            self.boot.moment.defer(case, functools.partial(self._arrive, case, answer.function))
         elif answer.path and self.boot.late is not None:  # the next round of the warm-up traces its graphs
-            self.boot.moment.note(case, functools.partial(_reopen, case))
+            self.boot.moment.defer(case, functools.partial(_reopen, case))
         else:
             self.give_up(case, answer.reason)
             if case.spec.open:  # calls of its sizes are looked at again, each for code of its own
-                self.boot.moment.note(case, lambda: None)
+                self.boot.moment.defer(case, lambda: None)
 
     def _hand_over(self, answer: Answer) -> None:
         """Let what was made of a call be published, once it was compared; graphs at once if this boot compares none any
@@ -422,13 +422,13 @@ class RegionSupply:
         case.arrive(function)
         self.report.wait_for(self.kinds)
 
-    def take(self, case: Case, marked: Iterable[nn.Module]) -> None:
+    def confirm(self, case: Case, marked: Iterable[nn.Module]) -> None:
         """Let a function that has passed be published, and serve also the instances on which it is `marked`."""
         if case.state is not State.HAS_CODE or case.function is None:  # it has failed meanwhile
             return
         for module in marked:
             case.trials[module] = PASSED
-        self.report.take_step("precompiled")
+        self.report.lower_to("precompiled")
         for owner in (case.function.path, self.owner):
             self.boot.directory.ledger.release(owner)
 
@@ -461,7 +461,7 @@ class RegionSupply:
         else:  # predictors that replay recorded calls make no other call until there is something new
             early = iter([True] * (_TRIES_AFTER[tries] - 1))
             case.trials[module] = tries + 1
-            self.boot.moment.note(case.subject(module), lambda: case.state is State.HAS_CODE and next(early, False))
+            self.boot.moment.defer(case.subject(module), lambda: case.state is State.HAS_CODE and next(early, False))
             self.report.explain(reason, case.spec)
         self.report.wait_for(self.kinds)
         log.info("region.not_compared region=%s call=%s reason=%s", self.report.name, case.spec, reason)
@@ -485,7 +485,7 @@ class RegionSupply:
         for other in self.kinds:  # the same function serves their calls
             if other.function is not None and other.function.path == function.path:
                 self.give_up(other, reason)
-        self.boot.moment.note(case, lambda: None)  # tells predictors with recorded calls
+        self.boot.moment.defer(case, lambda: None)  # tells predictors with recorded calls
 
     def give_up_orders(self, reason: str) -> None:
         """Serve calls eager whose code nobody will bring."""

@@ -64,7 +64,7 @@ class CacheDirectory:
                 directory = cls(root, number, lock_fd)
                 try:
                     for folder in (directory.path, *directory.beside):
-                        make_empty(folder)
+                        empty_folder(folder)
                 except OSError:
                     os.close(lock_fd)
                     raise
@@ -187,7 +187,7 @@ def _is_locked(path: Path) -> bool:
     return lock_fd is None
 
 
-def make_empty(folder: Path) -> None:
+def empty_folder(folder: Path) -> None:
     """Make a private folder, or remove what is in it.
 
     Raises:

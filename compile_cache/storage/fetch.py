@@ -13,7 +13,7 @@ from pathlib import Path
 from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, RefusedPack, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Version, read_catalog
-from compile_cache.storage.directory import CacheDirectory, is_kept, make_empty
+from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept
 from compile_cache.storage.pack.format import Run, runs, unpack_run
 from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
 from compile_cache.storage.rules import Rules, StoredPack, read_stored_head, too_many
@@ -279,7 +279,7 @@ def _unpack(
 ) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
     """Unpack the runs that hold the chosen files of each pack, each pack into its own folder of the emptied inbox.
     Returns the packs that failed, with their errors."""
-    make_empty(inbox)  # only what this round verifies is installed
+    empty_folder(inbox)  # only what this round verifies is installed
     failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
     def work(task: tuple[StoredPack, Chosen, list[Run]]) -> None:

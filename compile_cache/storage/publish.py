@@ -16,7 +16,7 @@ from typing import cast
 from compile_cache.errors import ObjectNotFound, PackError, log
 from compile_cache.files import blank_file
 from compile_cache.key.environment import Environment
-from compile_cache.storage.directory import CacheDirectory, is_kept, logical_key, make_empty
+from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept, logical_key
 from compile_cache.storage.fetch import PacksOfKey, choose, kept_files
 from compile_cache.storage.pack.format import Pack, Source, read_head, write_pack
 from compile_cache.storage.pack.manifest import PackFile
@@ -57,7 +57,7 @@ class Publication:
             OSError: the staging folder cannot be written.
         """
         self.packs.refresh()
-        make_empty(self.directory.outbox)
+        empty_folder(self.directory.outbox)
         parts = _parts(sorted(self._new(files), key=_by_value))
         return tuple(pack for part in parts for pack in self._write(part, creator))
 

@@ -126,7 +126,7 @@ def write_pack(
         files, frames = _write_frames(body, sources)
         manifest = Manifest(key, tuple(files), tuple(frames), creator, time.time())
         text = msgspec.json.encode(manifest)
-        name, head = make_head(text, signer)
+        name, head = encode_head(text, signer)
         with replacing(folder / name) as file:
             file.write(head)
             body.seek(0)
@@ -167,7 +167,7 @@ def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackF
     return files, frames
 
 
-def make_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, bytes]:
+def encode_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, bytes]:
     """The name and the first bytes of a pack with this manifest."""
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(manifest)
     header = _HEADER.pack(_IDENTITY, PACK_VERSION, len(stored), len(manifest), SIGNATURE_BYTES if signer else 0)
