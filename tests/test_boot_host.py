@@ -310,3 +310,23 @@ thread = threading.Thread(target=lambda: asyncio.run(serve()))
 thread.start()
 thread.join()
 """
+
+
+@pytest.mark.parametrize("is_cogs", [True, False])
+def test_the_last_lines_go_to_the_stderr_that_cog_has_saved_and_to_no_other_file_of_that_number(tmp_path, is_cogs):
+    """In a Cog worker, it is the server's."""
+    program = f"""
+import logging, os, sys
+from compile_cache.lifecycle.host import container_log
+if os.fork():
+    sys.exit(os.wait()[1])
+os.dup2(2 if {is_cogs} else os.open("own", os.O_CREAT | os.O_WRONLY), 101)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+log = logging.getLogger("told")
+log.addHandler(container_log())
+log.warning("a last line")
+"""
+    done = run_program(program, folder=tmp_path)
+    assert done.returncode == 0
+    assert ("a last line" in done.stderr) == is_cogs
+    assert is_cogs or not (tmp_path / "own").read_text()

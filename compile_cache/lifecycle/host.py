@@ -28,6 +28,7 @@ _SERVER = b"cog.server.http"
 # `cog serve` passes this option, and so do platforms that keep a server running.
 _KEPT_RUNNING = b"--await-explicit-shutdown"
 _SETUP_BUDGET_S = 240.0
+_SAVED_STDERR = 101
 # INFO and what is above it: a level that no program sets, so that one that a program sets later is told from it.
 _SHOWN = logging.INFO - 1
 
@@ -111,12 +112,13 @@ def show_log() -> None:
         log.setLevel(_SHOWN)
 
 
-def log_to_container() -> None:
-    """From now on, at the exit, print the lines into the container's log too. Cog's pipes are gone by then. File
-    descriptor 101 is the stderr that Cog has saved."""
-    if "coglet" in sys.modules:
-        with contextlib.suppress(OSError):
-            log.addHandler(logging.StreamHandler(os.fdopen(101, "w", closefd=False)))
+def container_log() -> logging.Handler:
+    """Prints lines into the container's log, also at the exit, when Cog's pipes are gone. Cog's worker has saved its
+    server's stderr as file descriptor 101. In any other process, this prints nothing."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(_SAVED_STDERR), os.stat(f"/proc/{os.getppid()}/fd/2")):
+            return logging.StreamHandler(os.fdopen(_SAVED_STDERR, "w", closefd=False))
+    return logging.NullHandler()
 
 
 class _UntilConfigured(logging.StreamHandler[TextIO]):

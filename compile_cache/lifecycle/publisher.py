@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from compile_cache.errors import CompileCacheError, PackForbidden, StoreUnavailable, log
 from compile_cache.lifecycle.boot_report import BootReport
-from compile_cache.lifecycle.host import log_to_container
+from compile_cache.lifecycle.host import container_log
 from compile_cache.settings import VERSION, Settings
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.publish import MOST_PACKS, Publication
@@ -67,6 +67,7 @@ class Publisher:
         self._staged: list[Pack] = []
         self._staged_files: Mapping[str, str] | None = None
         self._idle = threading.Event()
+        self._container_log = container_log()  # while the server lives
         self._thread = threading.Thread(target=self._run, name="compile-cache-publish", daemon=True)
 
     def start(self) -> None:
@@ -94,7 +95,7 @@ class Publisher:
         """The exit hook: publish the rest within the exit budget, and say what is lost. A second call does not wait
         again."""
         if self._thread.is_alive() and not self._closing.is_set():
-            log_to_container()
+            log.addHandler(self._container_log)
             self._closing.set()
             self._thread.join(self._settings.exit_budget_s)
             if self._thread.is_alive():
