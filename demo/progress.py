@@ -17,8 +17,7 @@ from rich.console import Console
 _STAGES = (
     (re.compile(r"Running setup"), "importing torch and the model, loading the weights"),
     (re.compile(r"ready after"), "ready"),
-    (re.compile(r"background\.started"), "a second process compiles"),
-    (re.compile(r"background\.done call=(\w+)"), "a second process has compiled {}"),
+    (re.compile(r"background\.begin call=(\w+)"), "a second process compiles {}"),
 )
 _LOOK_S = 0.5
 _SILENCE_S = 15.0
