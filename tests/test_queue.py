@@ -137,6 +137,26 @@ def test_orders_that_begin_in_time_are_finished_and_the_others_wait_for_the_rele
     assert (held.hurries, [process.is_alive for process in started.processes]) == (False, [False, True])
 
 
+def test_a_process_that_began_before_there_is_an_order_answers_the_first_one(held, started):
+    held.begin()
+    held.begin()
+    (ahead,) = started.processes
+    (made,) = put(held, order("describe"))
+    held.begin()
+    held.finish(math.inf)
+    assert json.loads(made.answer.result(0).content)["pid"] == ahead.pid
+    assert started.processes == [ahead]
+
+
+@pytest.mark.parametrize("end", [OrderQueue.release, OrderQueue.close])
+def test_a_process_that_got_no_order_ends_with_the_setup_and_none_begins_later(held, started, end):
+    held.begin()
+    end(held)
+    assert [process.is_alive for process in started.processes] == [False]
+    held.begin()
+    assert len(started.processes) == 1
+
+
 def test_orders_between_two_waits_begin_with_the_second_and_after_the_release_at_once(held):
     put(held, order("echo", size=1))
     held.finish(math.inf)

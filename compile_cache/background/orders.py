@@ -199,18 +199,19 @@ class OrderQueue:
             ProcessNotReady: none can be started.
         """
         with self._putting:
-            if self._thread is None and not self._until_s:
+            if not (self._thread or self._until_s or self._is_closed):
                 self.hurries = True
                 self._ensure_process()
 
     def release(self) -> None:
         """Let orders be answered from now on, by a process that gives way to predictions."""
-        if self.hurries:
-            self.hurries = False
-            self._end_process()
-        with self._orders.mutex:
-            self._until_s = math.inf
-            self._orders.not_empty.notify_all()
+        with self._putting:  # not while a process begins
+            if self.hurries:
+                self.hurries = False
+                self._end_process()
+            with self._orders.mutex:
+                self._until_s = math.inf
+                self._orders.not_empty.notify_all()
 
     def finish(self, until_s: float) -> None:
         """Wait until all orders are answered that begin before `until_s` of `time.monotonic`."""
