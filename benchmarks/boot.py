@@ -161,7 +161,7 @@ def row(boots: Sequence[Boot], eager: Sequence[Boot]) -> list[str]:
         str(len(boots)),
         of(ready_s),
         "–" if is_eager or not eager else f"{median(map(ready_s, boots)) - median(map(ready_s, eager)):.2f}",
-        of(lambda boot: boot["report"]["compile_s"]),
+        of(lambda boot: boot["report"]["compare_s"]),
         of(lambda boot: boot["report"]["restore"]["seconds"]),
         of(step_ms, 3),
         of(lambda boot: peak / 1e9 if (peak := boot["report"]["device_peak_bytes"]) is not None else None),

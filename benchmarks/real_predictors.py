@@ -284,7 +284,7 @@ def boot(name: str, kind: str, work: Path, requests: Sequence[dict[str, Any]], a
     return Boot(
         ready_s,
         import_seconds(log),
-        sum(float(region["compile_s"]) for region in at_ready if region["step"] == "graphs"),
+        sum(float(region["compare_s"]) for region in at_ready if region["step"] == "graphs"),
         tuple(sorted(served)),
         made,
         failed,

@@ -54,7 +54,7 @@ def table(family: Family, boots: list[DemoBoot]) -> Table:
         result.add_row(
             entry.name,
             f"{entry.ready_s:.1f}",
-            f"{sum(region['compile_s'] + region['precompile_s'] for region in entry.report['regions']):.1f}",
+            f"{sum(region['compare_s'] + region['compile_s'] for region in entry.report['regions']):.1f}",
             f"{entry.prediction.seconds * 1e3:.1f}",
             str(counts["hits"]),
             str(counts["misses"]),

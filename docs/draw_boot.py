@@ -19,11 +19,11 @@ from compile_cache.cli.report_page import MEANINGS, kind_of, lanes_of, read_repo
 DOCS = Path(__file__).resolve().parent
 TITLES = {
     "eager": "Eager: nothing is compiled",
-    "cold": "Cold: the store is empty, so the boot compiles, and publishes",
+    "cold": "Cold: the store is empty. After READY, a second process compiles, and the boot publishes",
     "restored": "Restored: another boot finds the compiled code in the store",
 }
 COLOURS = {"import": "#ced6df", "weights": "#a9cdf5", "warm-up": "#ddd2f5", "load": "#9edbb1", "compile": "#f5ab77"}
-COLOURS |= {"ahead": "#fad9b4", "publish": "#9fd9dc", "wait": "#f3df8b", "other": "#e3e6ea"}
+COLOURS |= {"publish": "#9fd9dc", "wait": "#f3df8b", "other": "#e3e6ea"}
 TEXT, FAINT, LINE, GREEN = "#1f2328", "#59636e", "#d1d9e0", "#1a7f37"
 STYLE = {"svg.hashsalt": "boot", "svg.fonttype": "none", "font.size": 8.5, "text.color": TEXT, "axes.edgecolor": LINE}
 STYLE |= {"xtick.color": FAINT, "ytick.color": FAINT, "axes.spines.top": False, "axes.spines.right": False}

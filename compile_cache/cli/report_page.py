@@ -25,12 +25,12 @@ _MOST_ROWS = 6
 _MOST_TICKS = 8
 # The colour of a span: by lane and name, else by lane. A region's spans are named `class: what`.
 _KINDS = {"setup import": "import", "setup weights": "weights", "setup join": "wait", "setup warm_up": "warm-up"}
-_KINDS |= {"preload load": "load", "regions compile": "compile", "regions compile ahead": "ahead", "regions": "load"}
-_KINDS |= {"preload": "import", "restore": "load", "publish": "publish", "second process": "compile"}
+_KINDS |= {"preload load": "load", "regions": "load", "preload": "import", "restore": "load", "publish": "publish"}
+_KINDS |= {"second process": "compile"}
 # What each colour stands for.
 MEANINGS = {"import": "import modules", "weights": "load weights", "warm-up": "warm up"}
-MEANINGS |= {"load": "restore, load, compare", "compile": "compile", "ahead": "compile ahead of time"}
-MEANINGS |= {"publish": "publish", "wait": "wait", "other": "other"}
+MEANINGS |= {"load": "restore, load, compare", "compile": "compile", "publish": "publish"}
+MEANINGS |= {"wait": "wait", "other": "other"}
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:

@@ -95,9 +95,9 @@ class BootReport:
     path: str | None = None
 
     @property
-    def compile_s(self) -> float:
+    def compare_s(self) -> float:
         """The seconds in which calls of regions were compared, or looked up a graph."""
-        return sum(region.compile_s for region in self.regions)
+        return sum(region.compare_s for region in self.regions)
 
     @property
     def fully_cached(self) -> bool:
@@ -120,7 +120,7 @@ class BootReport:
 
     def to_json(self) -> str:
         """The report as JSON, with the figures derived from it."""
-        derived = ("compile_s", "fully_cached", "fully_precompiled")
+        derived = ("compare_s", "fully_cached", "fully_precompiled")
         record = asdict(self) | {name: getattr(self, name) for name in derived}
         for region, told in zip(self.regions, record["regions"], strict=False):
             told["step"] = region.step
@@ -151,7 +151,7 @@ class BootReport:
             f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
             f"{counts.benchmarks} benchmarks",
             *(f"warning: {warning}" for warning in self.warnings),
-            f"ready after {self.ready_s:.2f} s ({phases}, of which comparing {self.compile_s:.2f} s)",
+            f"ready after {self.ready_s:.2f} s ({phases}, of which comparing {self.compare_s:.2f} s)",
         ]
 
     def metrics(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class BootReport:
             **({"compile_cache.speedup": speedups} if speedups else {}),
             "compile_cache.ready_s": round(self.ready_s, 3),
             "compile_cache.restore_s": round(self.restore.seconds, 3),
-            "compile_cache.compile_s": round(self.compile_s, 3),
+            "compile_cache.compare_s": round(self.compare_s, 3),
             "compile_cache.restore": self.restore.outcome,
             "compile_cache.regions": {region.name: region.step for region in self.regions},
             "compile_cache.precompiled": self.counts.precompiled_loaded,
@@ -174,4 +174,4 @@ def _region_line(region: RegionReport) -> str:
     error = "" if region.relative_error is None else f", differs from eager by {region.relative_error:.1e}"
     reason = f" ({region.reason})" if region.reason else ""
     speed = "" if region.speedup is None else f", {region.speedup:.2f} x eager's speed"
-    return f"region {region.name} x{region.instances}: {region.step}{reason}, {region.compile_s:.2f} s{error}{speed}"
+    return f"region {region.name} x{region.instances}: {region.step}{reason}, {region.compare_s:.2f} s{error}{speed}"

@@ -227,7 +227,7 @@ class Region:
             return self._serve_eager(call)
         conclude = partial(self._conclude, case, function, call[0])
         answer = answer_and_compare(call, partial(self._serve_eager, call), function, self._moment, conclude)
-        self.report.compile_s += time.perf_counter() - started
+        self.report.compare_s += time.perf_counter() - started
         note("regions", f"{self.report.name}: compare", started)
         return answer
 

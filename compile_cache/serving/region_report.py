@@ -35,8 +35,8 @@ class RegionReport:
     if nothing called the class. `reason` says why no better one. It leaves out the `waiting` kinds of calls,
     which wait for the second process; `step` is the step with them.
 
-    `graphs` counts the graphs that were found; `loaded` and `made` count precompiled functions. `precompile_s` is the
-    time that the second process took for these; `compile_s` is the time to compare code and to trace graphs.
+    `graphs` counts the graphs that were found; `loaded` and `made` count precompiled functions. `compile_s` is the
+    time that the second process took for these; `compare_s` is the time to compare code and to trace graphs.
 
     `relative_error` is the largest checked ‖compiled − eager‖ / ‖eager‖ on real activations. JSON has no infinity:
     there an infinite error is the text `Infinity`.
@@ -54,8 +54,8 @@ class RegionReport:
     graphs: int = 0
     loaded: int = 0
     made: int = 0
+    compare_s: float = 0.0
     compile_s: float = 0.0
-    precompile_s: float = 0.0
     relative_error: float | None = None
     tolerance: float | None = None
     compiled_ms: float | None = None
@@ -110,7 +110,7 @@ class RegionReport:
     def note_traced(self, traced: Traced, started: float) -> None:
         """Note how the graphs of one call came. Tracing began at `started`."""
         self.graphs += traced.counts.graphs
-        self.compile_s += traced.seconds
+        self.compare_s += traced.seconds
         note("regions", f"{self.name}: look up", started, traced.seconds)
         if traced.broken_by:
             self.explain(f"with graph breaks: {traced.broken_by}")

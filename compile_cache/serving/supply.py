@@ -398,7 +398,7 @@ class RegionSupply:
         answer = self.boot.received(name, order.result())
         self._hand_over(answer)
         if answer.function is not None:
-            self.report.precompile_s += answer.seconds
+            self.report.compile_s += answer.seconds
             self.report.note_made(answer)
             self.boot.moment.defer(case, functools.partial(self._arrive, case, answer.function))
         elif answer.path and self.boot.late is not None:  # the next round of the warm-up traces its graphs
