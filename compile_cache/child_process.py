@@ -88,7 +88,7 @@ class Child:
             if self.is_ended or os.getpid() != self._server:
                 return False
             self.is_ended = True
-            # It is not reaped yet, so no other group can have its number.
+            # Unless other code has reaped it, no other group can have its number.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             try:

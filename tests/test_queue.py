@@ -148,6 +148,19 @@ def test_a_process_that_began_before_there_is_an_order_answers_the_first_one(hel
     assert started.processes == [ahead]
 
 
+def test_a_process_that_began_too_early_is_replaced_and_one_that_nobody_asks_for_is_idle(make_queue, started):
+    queue = make_queue(idle_s=1.0)
+    queue.begin()
+    queue.begin_anew()
+    (made,) = put(queue, order("describe"))
+    queue.finish(math.inf)
+    early, later = started.processes
+    assert (early.is_alive, json.loads(made.answer.result(0).content)["pid"]) == (False, later.pid)
+    queue = make_queue(idle_s=0.1)
+    queue.begin()
+    wait_for(lambda: not started.processes[-1].is_alive)
+
+
 @pytest.mark.parametrize("end", [OrderQueue.release, OrderQueue.close])
 def test_a_process_that_got_no_order_ends_with_the_setup_and_none_begins_later(held, started, end):
     held.begin()

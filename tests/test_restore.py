@@ -28,7 +28,7 @@ from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import LocalStore
 
 
-def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[[], Restore], CacheKey]:
+def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[..., Restore], CacheKey]:
     """What begins a restore, and its key."""
     import torch
 
@@ -36,7 +36,7 @@ def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[[], Restore], 
     told = Settings(dir=str(tmp_path / "cache"), model_name="model", model_version="1", **settings)
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     key = key_for(told, environment_for(told, directory.path, environ), "model", ())
-    return lambda: Restore(told, directory, "model", (), environ), key
+    return lambda **options: Restore(told, directory, "model", (), environ, **options), key
 
 
 def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
@@ -46,6 +46,17 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         begin, key = prepare(root, store=str(root / "store"), layers=(str(root / "layer"),))
         put_pack(LocalStore(root / folder), replace(key, model_version="0"))
         assert begin().join()[0].outcome == outcome
+
+
+def test_the_second_process_begins_early_only_if_there_are_no_files_that_it_could_use(tmp_path):
+    """It copies the cache directory when it begins."""
+    for folder, version, begins in (("seeded", "0", 0), ("hit", "1", 0), ("miss", None, 1)):
+        root, begun = tmp_path / folder, []
+        begin, key = prepare(root, store=str(root / "store"))
+        if version:
+            put_pack(LocalStore(root / "store"), replace(key, model_version=version))
+        outcome = begin(at_miss=lambda begun=begun: begun.append(1)).join()[0].outcome
+        assert (outcome, len(begun)) == (folder, begins)
 
 
 def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):

@@ -66,14 +66,13 @@ class CompilingProcess:
         `ProcessNotReady`, the process and its whole group have ended.
         """
         with self._answering:
+            watchdog = threading.Timer(timeout_s + END_S, self.stop)  # of a child that reads nothing
+            watchdog.daemon = True
             try:
                 if self._is_ready:
                     self._log_start = self._bound_log()
-                watchdog = threading.Timer(timeout_s + END_S, self.stop)  # of a child that reads nothing
-                watchdog.daemon = True
                 watchdog.start()
                 answer = self._exchange(order, time.monotonic() + timeout_s)
-                watchdog.cancel()
             except TimeoutError:
                 self.stop()
                 late = f"The compiling process gave no answer in {timeout_s:g} s and was ended. See {self._log}."
@@ -81,6 +80,8 @@ class CompilingProcess:
             # The child is gone, `stop` has closed the files (ValueError), or no message came.
             except (EOFError, OSError, ValueError, OverflowError, pickle.UnpicklingError) as error:
                 raise self._stop_dead() from error
+            finally:
+                watchdog.cancel()
         if isinstance(answer, OrderFailed):
             raise answer
         return answer

@@ -89,6 +89,8 @@ class Orders:
         self._settings = settings
         self._directory = directory
         self.workshop = directory.path.with_name(directory.path.name.translate(_LETTERS))
+        # The variables with which the process began.
+        self._variables: dict[str, str] = {}
         self.queue = OrderQueue(self._start, _LIMIT_S, _IDLE_S)
 
     def pack(
@@ -113,6 +115,8 @@ class Orders:
         from compile_cache.inductor.torch_state import ServerState
 
         order.state = ServerState.read(order.is_on_gpu)
+        if self._variables and self._variables != {**os.environ}:
+            self.queue.begin_anew()
         self.queue.put(order)
 
     def copy_in(self, answer: Answer) -> None:
@@ -137,7 +141,8 @@ class Orders:
         for file in self._directory.scan():
             with contextlib.suppress(ArtifactError):  # a damaged one
                 _copy([file], self._directory.path, self.workshop)
-        environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
+        self._variables = {**os.environ}
+        environ = self._variables | {"TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": f"{path}/triton"}
         # A killed compiler leaves its temporary files. The next boot empties this folder.
         environ["TMPDIR"] = str(self._directory.compilers)
         main = getattr(sys.modules["__main__"], "__file__", None)
@@ -149,8 +154,8 @@ class OrderQueue:
     """Orders for a compiling process. A daemon thread hands them over, one at a time, after `release`, at READY, or
     while somebody waits for them to `finish`: then the process `hurries`.
 
-    The process starts with the first order, and ends after `idle_s` without one. An order gets one more try in a new
-    process if its process died, hung or ran out of memory. All methods are thread-safe.
+    The process starts with the first order, or with `begin`, and ends after `idle_s` without one. An order gets one
+    more try in a new process if its process died, hung or ran out of memory. All methods are thread-safe.
     """
 
     def __init__(self, start: Callable[[bool], CompilingProcess], limit_s: float, idle_s: float) -> None:
@@ -180,12 +185,15 @@ class OrderQueue:
             if self._is_closed:
                 order.answer.cancel()
                 return
-            if self._thread is None:  # a boot that has nothing to compile starts none
-                thread = threading.Thread(target=self._run, name="compile-cache-orders", daemon=True)
-                thread.start()
-                end_at_exit(thread, self.close)
-                self._thread = thread
+            self._start_thread()
             self._orders.put((order.rank, next(self._numbers), order))
+
+    def _start_thread(self) -> None:
+        if self._thread is None:  # a boot that has nothing to compile starts none
+            thread = threading.Thread(target=self._run, name="compile-cache-orders", daemon=True)
+            thread.start()
+            end_at_exit(thread, self.close)
+            self._thread = thread
 
     @property
     def waiting(self) -> int:
@@ -197,21 +205,31 @@ class OrderQueue:
 
         Raises:
             ProcessNotReady: none can be started.
+            RuntimeError: no thread can be started.
         """
         with self._putting:
             if not (self._thread or self._until_s or self._is_closed):
                 self.hurries = True
                 self._ensure_process()
+                self._start_thread()
+
+    def begin_anew(self) -> None:
+        """End a process that hurries, unless somebody waits for it: a new one would have other variables."""
+        if self.hurries and not self._until_s:
+            self._end_process()
 
     def release(self) -> None:
         """Let orders be answered from now on, by a process that gives way to predictions."""
         with self._putting:  # not while a process begins
-            if self.hurries:
-                self.hurries = False
-                self._end_process()
+            process = self._process if self.hurries else None
+            if process is not None:
+                self._process = None
+            self.hurries = False
             with self._orders.mutex:
                 self._until_s = math.inf
                 self._orders.not_empty.notify_all()
+        if process is not None:
+            process.stop()
 
     def finish(self, until_s: float) -> None:
         """Wait until all orders are answered that begin before `until_s` of `time.monotonic`."""
@@ -248,9 +266,9 @@ class OrderQueue:
             process.stop()
 
     def _run(self) -> None:
-        from compile_cache.inductor.make import Answer  # an order is a call, so torch is imported
-
         while (order := self._next()) is not None:
+            from compile_cache.inductor.make import Answer  # an order is a call, so torch is imported
+
             started, orders = time.perf_counter(), [order]
             answer = attempt(self._answer, order)
             if isinstance(answer, Failure):
@@ -270,7 +288,7 @@ class OrderQueue:
         while not self._is_closed:
             with queue.mutex:
                 self._is_answering = False
-                idle_s = None if self._process is None else self._idle_s
+                idle_s = None if self._process is None or queue.queue else self._idle_s
                 begins = queue.not_empty.wait_for(lambda: self._is_closed or self._may_begin(), idle_s)
                 self._is_answering = begins and not self._is_closed
             if self._is_answering:
@@ -300,7 +318,9 @@ class OrderQueue:
             return answer
         except (OrderFailed, ProcessDied) as error:
             if self._is_closed:  # `close` stopped the process, and orders are cancelled
-                raise
+                from compile_cache.inductor.make import Answer
+
+                return Answer()
             # The order's own error goes to its caller, who knows its meaning.
             level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
             log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)

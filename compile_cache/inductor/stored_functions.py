@@ -82,6 +82,7 @@ class Artifacts:
         self._marks = {**(marks or {})}
         self._mode = settings.mode
         self._dynamic = settings.dynamic
+        self._as_graphs = settings.graphs
         self._directory = directory
         self._options: str | None = None
         # By path: functions that are loaded ahead; functions of this boot's calls; and why others are not used.
@@ -295,6 +296,8 @@ class Artifacts:
             "class": class_name(type(module)),
             "code": sources_digest(module),
             "structure": structure_digest(spec.structure),
+            # Boots that do not ask for graphs find none of these.
+            **({"asked": "graphs"} if type(module).__name__ in self._as_graphs else {}),
         }
 
     def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:

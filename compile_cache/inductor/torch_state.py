@@ -1,5 +1,5 @@
 """torch's state: switches and options that compiled code depends on, and that a call's inputs do not show. It is read
-in the server, and made in the second process.
+in the server, and set in the second process.
 
 The name of an artifact depends on torch's switches, the compiler's options and the imported packages, among others. The
 server finds an artifact only if the process that made it had the same.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-import os
 import pickle
 import sys
 import types
@@ -216,8 +215,8 @@ class ServerState:
     """The state of the server that a call depends on. Equal states name the same artifacts.
 
     `options` has the module, the name and the pickled value of each of `changed_options`. `packages` are those of
-    `VERSIONED_PACKAGES` that the server has imported. `path` is its import path. `visible` is
-    CUDA_VISIBLE_DEVICES. `device` is the index of the thread's CUDA device; None before CUDA is used.
+    `VERSIONED_PACKAGES` that the server has imported. `path` is its import path. `device` is the
+    index of the thread's CUDA device; None before CUDA is used.
     """
 
     on_gpu: bool
@@ -226,7 +225,6 @@ class ServerState:
     options: tuple[tuple[str, str, bytes], ...]
     packages: tuple[str, ...]
     path: tuple[str, ...]
-    visible: str | None
     preparations: tuple[str, ...]
     device: int | None
 
@@ -252,16 +250,13 @@ class ServerState:
             tuple((module, name, _packed(module, name, value)) for module, name, value in changed_options()),
             tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             tuple(entry for entry in sys.path if isinstance(entry, str)),
-            os.environ.get("CUDA_VISIBLE_DEVICES"),
             tuple(_registered),
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         )
 
     def place(self) -> None:
-        """Let this process find the server's modules and, before it uses CUDA, the server's devices."""
+        """Let this process find the server's modules."""
         sys.path[:] = self.path
-        if self.visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -151,10 +151,8 @@ class Boot:
         """READY, once: write the report and start to publish. After an error of the caller's code, publish nothing."""
         if self.report.ready_s:
             return  # a later block adds to what is published
-        if self._orders is not None and kind is not None:
-            self._orders.queue.close()
-        elif self._orders is not None:
-            self._orders.queue.release()
+        if self._orders is not None and (kind is not None or self._regions is None):
+            self._orders.queue.release()  # else regions do it
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
@@ -312,7 +310,7 @@ class Boot:
             Exception: any error of `call`.
         """
         if self._regions is not None and not self._has_entered:
-            self._warn("boot() is used without `with`, so nothing is stored, and no second process begins")
+            self._warn("boot() is used without `with`, so nothing is stored, and nothing is compiled later")
         until_s = self._no_compile_begins_from()
 
         def warm_up() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import logging
 import os
@@ -112,6 +113,7 @@ def show_log() -> None:
         log.setLevel(_SHOWN)
 
 
+@functools.cache
 def container_log() -> logging.Handler:
     """Prints lines into the container's log, also at the exit, when Cog's pipes are gone. Cog's worker has saved its
     server's stderr as file descriptor 101. In any other process, this prints nothing."""

@@ -195,6 +195,7 @@ class Publisher:
             if not (packs.is_fully_known or self._closing.is_set()):
                 raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
             if packs.is_full:
+                self._merge_at = self._merge_at or time.monotonic() + _MERGE_AFTER_S * _random.uniform(1.0, 2.0)
                 raise PackForbidden(f"nothing is published: {too_many(packs.rules.limits)}")
             self._put(self._staged[0])
             self._staged.pop(0).local.unlink(missing_ok=True)

@@ -85,7 +85,7 @@ class Restore:
 
     Until torch is imported, another process fetches: beside imports, a thread takes 1 s for what takes 0.2 s alone, and
     makes them 0.3 s longer. With `environment`, the files are for another process of this environment, and torch is
-    neither imported nor asked. If this version has no files in the store, another thread calls `at_miss`.
+    neither imported nor asked. If nothing was fetched, another thread calls `at_miss`.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class Restore:
         wanted = _Wanted(settings, directory.path, directory.inbox, *plain, environment)
         steps = _steps(wanted)
         if environment is None and "torch" not in sys.modules:
-            try:  # which claims the cache directory as long as it lives
+            try:
+                # The cache directory is claimed as long as it lives.
                 self._child = Child("compile_cache.lifecycle.restore:serve", 2, passed=[directory.lock_fd])
                 steps = _steps_elsewhere(wanted, self._child)
             except OSError as error:  # then this process fetches
@@ -344,6 +345,6 @@ class _Fetching(threading.Thread):
 
     def _end(self) -> None:
         if not self.done.is_set():
-            if self.found.report().outcome != "hit":
+            if not self.found.fetched.files:
                 self._at_miss()
             self.done.set()

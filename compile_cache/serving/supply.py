@@ -320,13 +320,12 @@ class RegionSupply:
             UnseenCallError: COMPILE_CACHE_UNSEEN is `error`.
         """
         boot, ledger = self.boot, self.boot.directory.ledger
-        asks_for_graphs = type(call[0]).__name__ in boot.settings.graphs
-        if self.is_late and not asks_for_graphs and (paths := boot.will_load(case, call)):
+        if self.is_late and (paths := boot.will_load(case, call)):
             ledger.use(*paths, self.owner)  # the process may end before the next call
             self.report.lower_to("late")
             return None
         found: Precompiled | str = ""
-        if (artifacts := boot.functions) is not None and not asks_for_graphs:
+        if (artifacts := boot.functions) is not None:
             boot.configure()  # an artifact's name depends on these settings
             looked = attempt(artifacts.find, case.spec, call)
             found = looked.reason if isinstance(looked, Failure) else looked
@@ -359,7 +358,7 @@ class RegionSupply:
         if (artifacts := boot.functions) is None or (record := artifacts.graphs(case.spec, call)) is None:
             return None
         boot.directory.ledger.use(record.path, self.owner)
-        if type(call[0]).__name__ not in boot.settings.graphs and artifacts.has_functions(case.spec, call[0]):
+        if artifacts.has_functions(case.spec, call[0]):
             why = "functions serve other calls of its class"
         elif not boot.is_warming_up:
             why = "its graphs are traced in a warm-up alone"
@@ -451,10 +450,12 @@ class RegionSupply:
 
     def put_off(self, case: Case, module: nn.Module, unended: Unended) -> None:
         """Conclude nothing from a comparison that did not end. A later call of the instance repeats it, a few times."""
+        if case.serves(module):  # another thread has let it pass
+            return
         reason = f"not compared with eager: {Failure(unended.error).reason}"
         if case.function is not None:
             self.boot.directory.ledger.doubt(case.function.path)
-        tries = max(0, case.trials.get(module, 0))  # another thread may have let it pass
+        tries = max(0, case.trials.get(module, 0))
         if unended.is_final or tries == len(_TRIES_AFTER):
             case.trials[module] = LEFT_OUT
             self.report.note_eager(reason, case.spec)

@@ -83,15 +83,17 @@ class Publication:
                 yield Source(local, path, key, owner)
 
     def _write(self, part: list[Source], creator: str) -> Iterator[Pack]:
-        """Write a part as a pack. If a boot would refuse it, write its halves instead, and leave out a single file."""
+        """Write a part as a pack. If a boot would refuse it, write its halves instead, and leave out the files of a
+        single logical key."""
         try:
             yield self._packed(self.directory.outbox, part, creator)
         except PackError as error:
-            if len(part) == 1:
-                log.warning("publish.left_out path=%.200r reason=%s", part[0].path, error)
-                self.directory.ledger.withheld.add(part[0].path)
+            cuts = [place for place in range(1, len(part)) if part[place].key != part[place - 1].key]
+            if not cuts:
+                log.warning("publish.left_out files=%d path=%.200r reason=%s", len(part), part[0].path, error)
+                self.directory.ledger.withheld.update(source.path for source in part)
                 return
-            middle = len(part) // 2
+            middle = min(cuts, key=lambda place: abs(place - len(part) // 2))
             yield from self._write(part[:middle], creator)
             yield from self._write(part[middle:], creator)
 
