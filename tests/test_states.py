@@ -305,7 +305,7 @@ class Serving(RuleBasedStateMachine):
         self.regions = Regions(BACKGROUND, self.directory, is_hit=True)
         orders: Any = self.regions.supply.orders
         orders.queue = SimpleNamespace(put=self.put, waiting=0, release=int)
-        orders.take = lambda answer: (self.directory.path / answer.path).touch()
+        orders.copy_in = lambda answer: (self.directory.path / answer.path).touch()
         self.regions.supply.open()
         self.regions.compile(self.blocks)
         self.regions.supply.release()
@@ -479,6 +479,19 @@ class Serving(RuleBasedStateMachine):
                 self.answer(99, "a number", False, False, None)
             else:
                 raise AssertionError("a call is eager for no reason")
+
+
+def test_what_the_second_process_makes_arrives_is_compared_and_serves():
+    """If none arrived, `Serving` would tell nothing."""
+    serving, told = Serving(), (0, 1, 1)
+    served = []
+    for _ in range(3):
+        serving.begin()
+        served.append(serving.call(told))
+        serving.end()
+        serving.answer(1, "a number", False, False, None) if serving.orders else None
+    serving.teardown()
+    assert served == ["", "", "precompiled/group/0.aot"]
 
 
 TestServing = Serving.TestCase
