@@ -28,7 +28,7 @@ from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import LocalStore
 
 
-def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[[], Restore], CacheKey]:
+def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[..., Restore], CacheKey]:
     """What begins a restore, and its key."""
     import torch
 
@@ -36,7 +36,7 @@ def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[[], Restore], 
     told = Settings(dir=str(tmp_path / "cache"), model_name="model", model_version="1", **settings)
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     key = key_for(told, environment_for(told, directory.path, environ), "model", ())
-    return lambda: Restore(told, directory, "model", (), environ), key
+    return lambda at_miss=int: Restore(told, directory, "model", (), environ, at_miss=at_miss), key
 
 
 def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
@@ -46,6 +46,22 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         begin, key = prepare(root, store=str(root / "store"), layers=(str(root / "layer"),))
         put_pack(LocalStore(root / folder), replace(key, model_version="0"))
         assert begin().join()[0].outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("version", "is_damaged", "outcome", "begun"),
+    [("1", False, "hit", 0), ("1", True, "miss", 1), ("0", False, "seeded", 1), ("", False, "failed", 1)],
+)
+def test_the_compiler_begins_early_unless_this_version_is_stored(tmp_path, version, is_damaged, outcome, begun):
+    root, at_miss = tmp_path / "store", mock.Mock()
+    begin, key = prepare(tmp_path, store=str(root))
+    if version:
+        name = put_pack(LocalStore(root), replace(key, model_version=version))
+        damage(root, name) if is_damaged else None
+    else:
+        root.write_text("no folder")
+    assert begin(at_miss).join()[0].outcome == outcome
+    assert at_miss.call_count == begun
 
 
 def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):

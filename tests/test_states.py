@@ -198,6 +198,15 @@ def test_a_case_that_made_room_for_another_thread_is_ordered_as_it_is():
     assert not case.spec.open
 
 
+def test_room_is_made_of_no_case_that_a_call_has_claimed():
+    kinds, module = Kinds(), nn.Identity()
+    case = case_of(kinds, module, "claimed")
+    assert case.claim((module, (), {}))
+    for number in range(100):
+        case_of(kinds, module, str(number))
+    assert case in kinds
+
+
 def test_a_region_keeps_64_kinds():
     kinds, module = Kinds(), nn.Identity()
     for rows in range(100):  # of half of the calls nothing is known afterwards, as where new calls are errors

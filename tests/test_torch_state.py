@@ -190,15 +190,18 @@ def test_what_cannot_be_made_is_named_and_nothing_stays(process, change, name):
     assert_set_back(answer)
 
 
-def test_a_process_that_began_before_the_server_chose_them_gets_its_import_path_and_visible_devices(monkeypatch):
+@pytest.mark.parametrize("visible", ["1", ""])
+def test_a_process_that_began_before_the_server_chose_them_gets_its_import_path_and_visible_devices(
+    monkeypatch, visible
+):
     with monkeypatch.context() as server:
         server.setattr(sys, "path", ["of the server", *sys.path])
-        server.setenv("CUDA_VISIBLE_DEVICES", "1")
+        server.setenv("CUDA_VISIBLE_DEVICES", visible)
         state = ServerState.read(on_gpu=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     state.place()
-    assert (sys.path[0], os.environ["CUDA_VISIBLE_DEVICES"]) == ("of the server", "1")
+    assert (sys.path[0], os.environ["CUDA_VISIBLE_DEVICES"]) == ("of the server", visible)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
