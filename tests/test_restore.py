@@ -143,6 +143,12 @@ def test_what_another_process_cannot_do_this_one_does_but_not_if_that_has_begun(
         assert told in process.communicate()[0]
 
 
+def test_why_the_other_process_cannot_restore_is_said(tmp_path):
+    keys = {"signing_key": make_keys("own")[0], "trusted_keys": make_keys("another")[1]}
+    with begun("print(restore.join()[0].reason)", settings(tmp_path, store=str(tmp_path / "store"), **keys)) as process:
+        assert "SIGNING_KEY is not trusted here" in process.communicate()[0]
+
+
 def test_what_cannot_be_explained_is_a_miss_all_the_same(tmp_path, monkeypatch):
     explain = mock.Mock(side_effect=StoreUnavailable("not now"))
     monkeypatch.setattr("compile_cache.lifecycle.restore.explain_miss", explain)

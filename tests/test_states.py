@@ -34,7 +34,7 @@ from compile_cache.inductor.make import Answer
 from compile_cache.of_each import OfEach
 from compile_cache.serving import kinds as kinds_module
 from compile_cache.serving import moment, supply
-from compile_cache.serving.kinds import LEFT_OUT, MOVES, Case, Kinds, State
+from compile_cache.serving.kinds import LEFT_OUT, MOVES, PASSED, Case, Kinds, State
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
@@ -127,6 +127,15 @@ def test_an_instance_that_a_function_does_not_fit_leaves_its_case():
     arrive(case, Code(lambda _, number: number == 1))
     assert case_of(kinds, other, 2) is not case
     assert case.instances(False) == [module]
+
+
+def test_an_instance_on_which_a_function_passed_stays_though_it_does_not_fit_a_call():
+    """It may fit again, as after an adapter was taken out."""
+    kinds, module = Kinds(), nn.Identity()
+    arrive(case := case_of(kinds, module, 1), Code(lambda _, number: number == 1))
+    case.trials[module] = PASSED
+    assert case_of(kinds, module, 2) is not case
+    assert case.serves(module)
 
 
 def test_a_case_that_was_given_up_waits_for_no_comparison():
