@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,16 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     own = case_of(kinds, module, seventh)
     assert (own.spec.open, own.state) == ((), State.NEW)
     assert case_of(kinds, module, seventh) is own
+
+
+def test_eight_cases_of_a_kind_leave_sizes_open():
+    kinds, module = Kinds(), nn.Identity()
+    case = third_size(kinds, module, 9)
+    others = [Case(replace(case.spec, numbers=(str(number),), open=((0, 0),))) for number in range(8)]
+    for alike, opened in ((others, ()), (others[1:], ((0, 0),))):
+        kinds._cases[case.spec.without_sizes][3:] = alike
+        kinds.leave_sizes_open(case, module)
+        assert case.spec.open == opened
 
 
 def test_code_for_all_sizes_serves_the_numbers_that_it_fits_once_it_is_there():
