@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,6 @@ from compile_cache.inductor.function_file import SUFFIX, Mark
 from compile_cache.inductor.stored_functions import GraphsRecord
 from compile_cache.of_each import OfEach
 from compile_cache.serving import supply
-from compile_cache.serving.comparison import Unended
 from compile_cache.serving.kinds import LEFT_OUT, PASSED, WHOLE_GRAPH, Case, State
 from compile_cache.serving.moment import Known
 from compile_cache.serving.region import _likeness
@@ -274,14 +272,6 @@ def test_no_mark_names_an_instance_of_which_a_call_was_not_compared(
     other.meet(scene.block)
     scene.region.supply.mark(scene.case, scene.region.places)
     assert places == [{scene.place}]
-
-
-def test_the_exit_publishes_no_function_whose_comparison_did_not_end(tmp_path: Path) -> None:
-    scene = Scene(directory := CacheDirectory.claim(tmp_path))
-    directory.ledger.hand_over([PATH], PATH, wait_s=600.0)
-    assert PATH in directory.ledger.ready(is_ending=True)
-    scene.region.supply.put_off(scene.case, scene.block, Unended(MemoryError()))
-    assert PATH not in directory.ledger.ready(is_ending=True)
 
 
 def test_what_calls_wait_for_is_loaded_first(directory: CacheDirectory) -> None:

@@ -23,6 +23,7 @@ from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, is_claimed
+from compile_cache.storage.fetch import PacksOfKey
 from compile_cache.storage.pack.signing import Signer
 from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import LocalStore
@@ -147,6 +148,18 @@ def test_why_the_other_process_cannot_restore_is_said(tmp_path):
     keys = {"signing_key": make_keys("own")[0], "trusted_keys": make_keys("another")[1]}
     with begun("print(restore.join()[0].reason)", settings(tmp_path, store=str(tmp_path / "store"), **keys)) as process:
         assert "SIGNING_KEY is not trusted here" in process.communicate()[0]
+
+
+def test_a_restore_for_which_the_disk_is_too_small_leaves_no_file(tmp_path, monkeypatch):
+    def fill(packs: PacksOfKey, inbox: Path) -> None:
+        (inbox / "half").touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("compile_cache.lifecycle.restore.fetch", fill)
+    begin, _ = prepare(tmp_path, store=str(tmp_path / "store"))
+    report, _ = begin().join()
+    assert (report.outcome, "No space left" in report.reason) == ("failed", True)
+    assert [*tmp_path.rglob("half")] == []
 
 
 def test_what_cannot_be_explained_is_a_miss_all_the_same(tmp_path, monkeypatch):
