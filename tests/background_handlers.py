@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -95,6 +96,7 @@ def _describe(setup: bytes) -> bytes:
         "open": {number: os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()},
         "core_limit": resource.getrlimit(resource.RLIMIT_CORE)[0],
         "has_torch": "torch" in sys.modules,
+        "collects": gc.isenabled(),
     }
     return json.dumps(described).encode()
 

@@ -319,12 +319,14 @@ def test_the_last_lines_go_to_the_stderr_that_cog_has_saved_and_to_no_other_file
 import logging, os, sys
 from compile_cache.lifecycle.host import container_log
 if os.fork():
-    sys.exit(os.wait()[1])
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 os.dup2(2 if {is_cogs} else os.open("own", os.O_CREAT | os.O_WRONLY), 101)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 log = logging.getLogger("told")
 log.addHandler(container_log())
 log.warning("a last line")
+log.handlers.clear()
+os.fstat(101)  # it is Cog's, and stays open
 """
     done = run_program(program, folder=tmp_path)
     assert done.returncode == 0

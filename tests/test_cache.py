@@ -479,10 +479,15 @@ def test_a_pack_that_only_repeats_others_is_merged_too(local, machine):
     assert len(first.packs.list()) == 1
 
 
-def test_the_smallest_packs_are_merged_if_one_pack_may_not_have_all_files(local, machine):
-    publisher = machine(local, limits=Limits(size_bytes=2 * MIB))
+@pytest.mark.parametrize(
+    ("limits", "size_bytes", "files"),
+    [(Limits(size_bytes=2 * MIB), MIB * 3 // 2, 1), (Limits(manifest_bytes=20_000), 9, 90)],
+)
+def test_the_smallest_packs_are_merged_if_one_pack_may_not_have_all_files(local, machine, limits, size_bytes, files):
+    publisher = machine(local, limits=limits)
     for number in range(6):
-        publisher.write({f"{number}.so": os.urandom(MIB * 3 // 2 if number < 2 else 1000)})
+        many = range(files if number < 2 else 1)
+        publisher.write({f"{number}.{file}.so": os.urandom(size_bytes if number < 2 else 1000) for file in many})
         publisher.publish()
     assert publisher.publication.merge("the test") == 5
     assert len(publisher.packs.list()) == 2

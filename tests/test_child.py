@@ -77,10 +77,20 @@ def test_process_has_the_servers_path_and_folder_and_gives_way_to_everybody(star
     assert told["niceness"] == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert told["group"] == told["pid"] == process.pid != os.getpgrp()
     assert (told["arguments"], told["has_torch"], told["core_limit"]) == ([], False, 0)
+    assert told["collects"]
     assert str(tmp_path / "kept open") not in told["open"].values()
     assert [told["open"][number] for number in "012"] == ["/dev/null", *[str(tmp_path / "log")] * 2]
     assert describe(process)["pid"] == process.pid  # it answers one order after another
     assert process.is_alive
+
+
+def test_nothing_is_left_that_would_end_a_process_that_has_answered(start):
+    before = {*threading.enumerate()}
+    describe(start())
+    timers = [thread for thread in {*threading.enumerate()} - before if isinstance(thread, threading.Timer)]
+    for timer in timers:
+        timer.join(10)
+    assert not any(timer.is_alive() for timer in timers)
 
 
 def test_answers_may_be_larger_than_a_channel(start):

@@ -8,10 +8,12 @@ import pytest
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from precompiling import FIRST
 from torch import nn
 
 from compile_cache.errors import ArtifactError
-from compile_cache.serving.comparison import Comparison, compare, generators_at
+from compile_cache.serving.comparison import Comparison, Outcome, Unended, answer_and_compare, compare, generators_at
+from compile_cache.serving.moment import Moment
 
 
 def test_complex_outputs_may_round_as_real_ones_do():
@@ -94,6 +96,13 @@ def test_infinities_that_are_the_same_are_equal_and_the_rest_is_compared(infinit
     assert compare((reference.clone(),), (reference,)).error == 0.0
     assert compare((torch.tensor([infinity, 1.0, 2.2]),), (reference,)).error == pytest.approx(0.2 / 5**0.5)
     assert not compare((torch.tensor([infinity, infinity, 2.0]),), (reference,)).passed
+
+
+def test_a_difference_shows_nothing_if_a_prediction_began_while_eager_answered():
+    moment, found, x = Moment(), list[Outcome](), torch.ones(2)
+    call = nn.Identity(), (x,), {}
+    answer_and_compare(call, lambda: (moment.begin(FIRST), x)[1], lambda *_: x + 1, moment, found.append)
+    assert isinstance(found[0], Unended)
 
 
 def test_a_request_does_not_fail_because_its_answer_cannot_be_copied(monkeypatch):

@@ -21,7 +21,8 @@ from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.function_file import SUFFIX, Mark
 from compile_cache.inductor.stored_functions import GraphsRecord
 from compile_cache.of_each import OfEach
-from compile_cache.serving.kinds import PASSED, WHOLE_GRAPH, Case, State
+from compile_cache.serving import supply
+from compile_cache.serving.kinds import LEFT_OUT, PASSED, WHOLE_GRAPH, Case, State
 from compile_cache.serving.moment import Known
 from compile_cache.serving.region import _likeness
 from compile_cache.serving.regions import Regions
@@ -245,6 +246,52 @@ def test_a_value_decides(name: str, directory: CacheDirectory, monkeypatch: pyte
         start(scene)
         change(scene)
         assert scene.call() == served
+
+
+def test_code_that_has_failed_stops_at_once_though_it_is_known_to_serve(directory: CacheDirectory) -> None:
+    scene = Scene(directory)
+    scene.open()
+    assert scene.call() == SERVES
+    other = Case(replace(scene.case.spec, nesting="another"))
+    scene.kinds._cases[other.spec] = [other]
+    other.arrive(scene.function)
+    scene.region.supply.drop(scene.case, "it failed")
+    assert (scene.call(), other.state) == (EAGER, State.EAGER)
+
+
+def test_no_mark_names_an_instance_of_which_a_call_was_not_compared(
+    directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, places = Scene(directory), list[frozenset[str]]()
+    monkeypatch.setattr(supply, "write_mark", lambda folder, path, mark: places.append(mark.places))
+    scene.region.supply.mark(scene.case, scene.region.places)
+    assert places == [{scene.place}]
+    other = Case(replace(scene.case.spec, nesting="another"))
+    scene.kinds._cases[other.spec] = [other]
+    other.arrive(scene.function)
+    other.meet(scene.block)
+    scene.region.supply.mark(scene.case, scene.region.places)
+    assert places == [{scene.place}]
+
+
+def test_what_calls_wait_for_is_loaded_first(directory: CacheDirectory) -> None:
+    scene: Any = Scene(directory)
+    scene.store.arrive, scene.supply._wait_for_gap = scene.did.append, id
+    scene.supply._load_late({"a": False, "b": True, "c": False, "d": True})
+    assert scene.did == ["b", "d", "a", "c"]
+
+
+def test_what_was_left_out_is_not_compared_again(directory: CacheDirectory) -> None:
+    scene = Scene(directory)
+    scene.case.trials[scene.block] = LEFT_OUT
+    assert scene.call() == EAGER
+
+
+def test_outside_predictions_each_call_shows_whether_such_calls_still_grow(directory: CacheDirectory) -> None:
+    scene = Scene(directory)
+    scene.case.state = State.GROWING
+    scene.know(scene.case)
+    assert scene.call() == "eager, now new"
 
 
 def test_the_table_has_these_values_and_no_other() -> None:

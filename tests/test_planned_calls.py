@@ -181,6 +181,14 @@ def test_outside_predictions_what_is_known_of_calls_is_kept_while_a_change_is_to
         assert (moment.known is known) is is_early
 
 
+def test_a_change_that_is_noted_anew_while_it_is_made_is_made_at_the_next_moment():
+    moment, taken = Moment(), list[str]()
+    moment.defer("code", lambda: (taken.append("first"), moment.defer("code", lambda: taken.append("second")))[1])
+    for expected in (["first"], ["first", "second"]):
+        with prediction(moment):
+            assert taken == expected
+
+
 def test_a_change_that_fails_costs_no_other_change_and_no_prediction():
     moment, taken = Moment(), []
     for subject, change in (("a", lambda: 1 / 0), ("b", lambda: taken.append(1))):
@@ -245,6 +253,14 @@ def test_what_waits_for_an_ending_waits_for_the_last_prediction_that_is_open():
     assert made == []
     moment.end(SECOND, is_complete=True)
     assert made == ["marked"]
+
+
+def test_what_a_call_outside_predictions_waits_for_is_no_predictions_ending():
+    moment, made = Moment(), list[str]()
+    moment.at_end("a function", lambda: made.append("marked"))
+    with prediction(moment):
+        pass
+    assert made == []
 
 
 @pytest.mark.parametrize(("error", "made"), [(None, ["marked"]), (ValueError("of the model"), [])])

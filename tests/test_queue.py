@@ -179,7 +179,22 @@ def test_orders_between_two_waits_begin_with_the_second_and_after_the_release_at
     assert between.answer.done()
     held.release()
     held.finish(math.inf)
+    assert not held.hurries
     assert answer(held, order("echo", size=1)).content == b"e"
+
+
+def test_a_process_begins_before_the_first_order_unless_there_is_one_or_all_are_released(held, make_queue, started):
+    held.begin()
+    assert (held.hurries, len(started.processes)) == (True, 1)
+    put(held, order("echo", size=1))
+    held.finish(math.inf)
+    assert len(started.processes) == 1
+    held.release()
+    released = make_queue()
+    released.release()
+    for queue in (held, released):
+        queue.begin()
+        assert (queue.hurries, has_process(queue)) == (False, False)
 
 
 def test_orders_of_many_threads_start_one_thread_and_are_all_answered(queue, monkeypatch):

@@ -28,6 +28,7 @@ from torch import nn
 from torch._inductor import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile_cache.inductor.make import out_of_stored_files
 from compile_cache.lifecycle.host import resolve_cold_start
 from compile_cache.serving import kinds as kinds_module
 from compile_cache.serving import region as region_module
@@ -362,6 +363,12 @@ def test_a_stored_graph_that_is_gone_is_not_compiled_in_the_setup_but_ordered(di
         with torch._dynamo.config.patch(suppress_errors=suppressed):
             close(warm_up(compiler, lambda again=again: again(tensor())), eager(build(kind), tensor()))
         assert (only_report(compiler).step, compiler.supply.waiting) == ("eager", 1)
+
+
+def test_while_one_thread_takes_graphs_out_of_stored_files_another_one_compiles(monkeypatch):
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", lambda: "compiled")
+    with ThreadPoolExecutor() as threads, out_of_stored_files():
+        assert threads.submit(lambda: compile_fx.fx_codegen_and_compile()).result() == "compiled"
 
 
 def test_an_instance_whose_graph_is_not_stored_is_ordered_beside_one_whose_graph_is(directory, monkeypatch):

@@ -23,6 +23,7 @@ from compile_cache.key.cache_key import CacheKey, environment_for, key_for
 from compile_cache.lifecycle.restore import Restore
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory, is_claimed
+from compile_cache.storage.fetch import PacksOfKey
 from compile_cache.storage.pack.signing import Signer
 from compile_cache.storage.stores.base import open_url
 from compile_cache.storage.stores.local import LocalStore
@@ -36,7 +37,7 @@ def prepare(tmp_path: Path, **settings: object) -> tuple[Callable[..., Restore],
     told = Settings(dir=str(tmp_path / "cache"), model_name="model", model_version="1", **settings)
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     key = key_for(told, environment_for(told, directory.path, environ), "model", ())
-    return lambda **options: Restore(told, directory, "model", (), environ, **options), key
+    return lambda at_miss=int: Restore(told, directory, "model", (), environ, at_miss=at_miss), key
 
 
 def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp_path):
@@ -48,15 +49,22 @@ def test_a_new_version_is_seeded_from_the_written_store_and_not_from_a_layer(tmp
         assert begin().join()[0].outcome == outcome
 
 
-def test_the_second_process_begins_early_only_if_there_are_no_files_that_it_could_use(tmp_path):
-    """It copies the cache directory when it begins."""
-    for folder, version, begins in (("seeded", "0", 0), ("hit", "1", 0), ("miss", None, 1)):
-        root, begun = tmp_path / folder, []
-        begin, key = prepare(root, store=str(root / "store"))
-        if version:
-            put_pack(LocalStore(root / "store"), replace(key, model_version=version))
-        outcome = begin(at_miss=lambda begun=begun: begun.append(1)).join()[0].outcome
-        assert (outcome, len(begun)) == (folder, begins)
+@pytest.mark.parametrize(
+    ("version", "is_damaged", "outcome", "begun"),
+    [("1", False, "hit", 0), ("1", True, "miss", 1), ("0", False, "seeded", 0), ("", False, "failed", 1)],
+)
+def test_the_second_process_begins_early_if_there_are_no_files_that_it_could_copy(
+    tmp_path, version, is_damaged, outcome, begun
+):
+    root, at_miss = tmp_path / "store", mock.Mock()
+    begin, key = prepare(tmp_path, store=str(root))
+    if version:
+        name = put_pack(LocalStore(root), replace(key, model_version=version))
+        damage(root, name) if is_damaged else None
+    else:
+        root.write_text("no folder")
+    assert begin(at_miss).join()[0].outcome == outcome
+    assert at_miss.call_count == begun
 
 
 def test_a_refused_pack_is_named_though_the_store_of_other_versions_fails(tmp_path):
@@ -136,6 +144,24 @@ def test_what_another_process_cannot_do_this_one_does_but_not_if_that_has_begun(
     then = f"{OVER}\nprint(restore.explanation or restore.join()[0].reason)"
     with begun(then, {**settings(tmp_path), "PYTHON": python}) as process:
         assert told in process.communicate()[0]
+
+
+def test_why_the_other_process_cannot_restore_is_said(tmp_path):
+    keys = {"signing_key": make_keys("own")[0], "trusted_keys": make_keys("another")[1]}
+    with begun("print(restore.join()[0].reason)", settings(tmp_path, store=str(tmp_path / "store"), **keys)) as process:
+        assert "SIGNING_KEY is not trusted here" in process.communicate()[0]
+
+
+def test_a_restore_for_which_the_disk_is_too_small_leaves_no_file(tmp_path, monkeypatch):
+    def fill(packs: PacksOfKey, inbox: Path) -> None:
+        (inbox / "half").touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("compile_cache.lifecycle.restore.fetch", fill)
+    begin, _ = prepare(tmp_path, store=str(tmp_path / "store"))
+    report, _ = begin().join()
+    assert (report.outcome, "No space left" in report.reason) == ("failed", True)
+    assert [*tmp_path.rglob("half")] == []
 
 
 def test_what_cannot_be_explained_is_a_miss_all_the_same(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from compile_cache.inductor.make import Answer
 from compile_cache.of_each import OfEach
 from compile_cache.serving import kinds as kinds_module
 from compile_cache.serving import moment, supply
-from compile_cache.serving.kinds import LEFT_OUT, MOVES, Case, Kinds, State
+from compile_cache.serving.kinds import LEFT_OUT, MOVES, PASSED, Case, Kinds, State
 from compile_cache.serving.regions import Regions
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
@@ -111,6 +112,16 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     assert case_of(kinds, module, seventh) is own
 
 
+def test_eight_cases_of_a_kind_leave_sizes_open():
+    kinds, module = Kinds(), nn.Identity()
+    case = third_size(kinds, module, 9)
+    others = [Case(replace(case.spec, numbers=(str(number),), open=((0, 0),))) for number in range(8)]
+    for alike, opened in ((others, ()), (others[1:], ((0, 0),))):
+        kinds._cases[case.spec.without_sizes][3:] = alike
+        kinds.leave_sizes_open(case, module)
+        assert case.spec.open == opened
+
+
 def test_code_for_all_sizes_serves_the_numbers_that_it_fits_once_it_is_there():
     kinds, module = Kinds(), nn.Identity()
     dynamic = third_size(kinds, module, 1)
@@ -127,6 +138,15 @@ def test_an_instance_that_a_function_does_not_fit_leaves_its_case():
     arrive(case, Code(lambda _, number: number == 1))
     assert case_of(kinds, other, 2) is not case
     assert case.instances(False) == [module]
+
+
+def test_an_instance_on_which_a_function_passed_stays_though_it_does_not_fit_a_call():
+    """It may fit again, as after an adapter was taken out."""
+    kinds, module = Kinds(), nn.Identity()
+    arrive(case := case_of(kinds, module, 1), Code(lambda _, number: number == 1))
+    case.trials[module] = PASSED
+    assert case_of(kinds, module, 2) is not case
+    assert case.serves(module)
 
 
 def test_a_case_that_was_given_up_waits_for_no_comparison():
@@ -196,6 +216,15 @@ def test_a_case_that_made_room_for_another_thread_is_ordered_as_it_is():
     assert case.claim((module, (), {}))
     kinds.leave_sizes_open(case, module)
     assert not case.spec.open
+
+
+def test_room_is_made_of_no_case_that_a_call_has_claimed():
+    kinds, module = Kinds(), nn.Identity()
+    case = case_of(kinds, module, "claimed")
+    assert case.claim((module, (), {}))
+    for number in range(100):
+        case_of(kinds, module, str(number))
+    assert case in kinds
 
 
 def test_a_region_keeps_64_kinds():

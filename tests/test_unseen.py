@@ -105,6 +105,16 @@ def test_a_whole_prediction_compares_all_instances_tells_later_boots_and_the_nex
         assert marks(compiler)
 
 
+def test_a_function_that_is_made_after_ready_is_published_once_it_was_compared_or_at_the_exit(directory):
+    regions = boot(directory, build(Product), settings=BACKGROUND)
+    regions.supply.release()
+    (region,) = regions.by_class.values()
+    files = "precompiled/a/0.aot", "kernel.so"
+    region.supply._hand_over(Answer(files[0], files=files, function=build(Product)))
+    assert directory.ledger.ready() == {}
+    assert directory.ledger.ready(is_ending=True).keys() == {*files}
+
+
 def test_an_answer_without_code_uses_nothing_of_another_version(directory):
     regions = boot(directory, build(Product), settings=BACKGROUND)
     directory.ledger.plant({"seed.so": "blocks.Product"})

@@ -127,3 +127,9 @@ def test_heads_come_in_the_order_of_the_packs_and_tell_their_files(local, key):
     found = verify_packs(local, entries, EVERYONE, heads_alone=True)
     assert [pack.entry for pack in found] == entries
     assert [file.path for pack in found for file in pack.head.manifest.files] == ["a"] * 20
+
+
+def test_no_more_packs_are_said_to_be_sound_than_a_boot_uses(local, key):
+    entries = [entry_of(local, put_pack(local, key, {"a": bytes([number])})) for number in range(3)]
+    found = verify_packs(local, entries, Rules(Limits(packs=2)), heads_alone=True)
+    assert [(pack.entry, pack.state) for pack in found] == [*zip(entries, [SOUND, SOUND, REFUSED], strict=True)]
