@@ -139,7 +139,7 @@ class Boot:
 
     def _begin_to_compile(self) -> None:
         """In `block`, let the second process import torch's compiler beside what this one imports."""
-        if self._orders is not None and self._settings.cold_start == "block" and self._settings.enabled:
+        if self._orders is not None and self._settings.cold_start == "block":
             with self._degrading("start the second process early"):
                 self._orders.queue.begin()
 
