@@ -19,7 +19,7 @@ from compile_cache.cli.report_page import MEANINGS, kind_of, lanes_of, read_repo
 DOCS = Path(__file__).resolve().parent
 TITLES = {
     "eager": "Eager: nothing is compiled",
-    "cold": "Cold: the store is empty, so the boot compiles, and publishes",
+    "cold": "Cold: the store is empty; after READY, a second process compiles",
     "restored": "Restored: another boot finds the compiled code in the store",
 }
 COLOURS = {"import": "#ced6df", "weights": "#a9cdf5", "warm-up": "#ddd2f5", "load": "#9edbb1", "compile": "#f5ab77"}
