@@ -11,9 +11,7 @@ from typing import Any, List, Optional
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
 import compile_cache
-from compile_cache.errors import attempt
 from compile_cache.key.model_version import split_revision
-from models.early_weights import EarlyWeights, local_folder
 from models.image.settings import ImageSettings, choose_size, nearest_size, sizes_of
 from models.text.settings import TextSettings
 from warmup import warm_up
@@ -64,27 +62,18 @@ class Predictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = ImageSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        with (
-            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
-            EarlyWeights(local_folder(model, revision)) as early,
-        ):
+        with compile_cache.boot(settings.model, sources=SOURCES, weights=True) as self.boot:
             with self.boot.importing():
-                import torch
-
-                early.begin(torch.device("cuda", 0))
                 from models.image.lora_files import LoraFiles
                 from models.image.pictures import PictureFiles
                 from models.image.pipeline import DiffusionModel, import_pipeline
-                from models.kernels import first_calls
 
                 import_pipeline(model, revision)
             self.lora_files = LoraFiles(FilePath(settings.lora_folder), settings.lora_bytes, local=settings.local_loras)
-            self.thread = compile_cache.ModelThread()
-            self.thread.begin(attempt, first_calls.make, self.boot)
+            self.thread = self.boot.model_thread()
             with self.boot.timed("weights"):
-                self.model = DiffusionModel.load(model, revision, settings, early)
+                self.model = DiffusionModel.load(model, revision, settings, self.boot)
             sizes = self.model.sizes if settings.warms_up_all else settings.warm_up_sizes
-            self.thread.call(attempt, first_calls.note, self.boot, self.model.try_out, self.model.warm_up_inputs(sizes))
             for network, options in self.model.networks():
                 self.boot.compile(network, **options)
             plan = self.model.warm_up_inputs(sizes, self.boot.compiles_in_background)
@@ -205,25 +194,16 @@ class TextPredictor(Served):
         """Boot: restore while the weights load, compile, warm up; READY when it returns."""
         settings = TextSettings.from_env(os.environ)
         model, revision = split_revision(settings.model)
-        with (
-            compile_cache.boot(settings.model, sources=SOURCES) as self.boot,
-            EarlyWeights(local_folder(model, revision)) as early,
-        ):
+        with compile_cache.boot(settings.model, sources=SOURCES, weights=True) as self.boot:
             with self.boot.importing():
-                import torch
-
-                early.begin(torch.device("cuda", 0))
-                from models.kernels import first_calls
                 from models.text.model import TextModel, import_model
                 from models.text.steps import prepare_process
 
                 import_model(model, revision)
-            self.thread = compile_cache.ModelThread()
+            self.thread = self.boot.model_thread()
             self.boot.prepare(prepare_process)
-            self.thread.begin(attempt, first_calls.make, self.boot)
             with self.boot.timed("weights"):
-                self.model = TextModel.load(model, revision, settings, early)
-            self.thread.call(attempt, first_calls.note, self.boot, self.model.run, self.model.warm_up_inputs())
+                self.model = TextModel.load(model, revision, settings, self.boot)
             # An answer calls the prefill once, so to load its code takes longer than the code saves.
             self.boot.compile(self.model.generator.prefill, whole=True, shares_weights=True, after_ready=True)
             self.boot.compile(self.model.generator.decode, whole=True, shares_weights=True)

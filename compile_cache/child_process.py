@@ -28,6 +28,10 @@ LOOK_S = 0.5
 END_S = 5.0
 
 
+# Whether this process is a child.
+is_child = False
+
+
 class Child:
     """A process of this Python that calls a function with its end of `channel`, and then ends.
 
@@ -120,6 +124,8 @@ def _spawn(
 
 def main() -> None:
     """Call the function until it returns, or its server ends or hangs up. The command line is that of `_spawn`."""
+    global is_child
+    is_child = True
     target = sys.argv[1]
     server, channel, watched = (int(text) for text in sys.argv[2:5])
     del sys.argv[1:]  # libraries that the function imports may read it

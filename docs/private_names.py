@@ -3,8 +3,8 @@
     python docs/private_names.py
 
 prints the table of docs/versions.md. A test compares it with the code, and looks the names up in the installed torch.
-Private names are used in `compile_cache/inductor/`, `compile_cache/calls/`, `models/kernels/` and
-`models/early_weights.py` alone.
+Private names are used in `compile_cache/inductor/`, `compile_cache/calls/`, `compile_cache/weights/` and
+`models/kernels/` alone.
 """
 
 from __future__ import annotations

@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
+
+from compile_cache import Boot
+
+
+def load_to_gpu(load: Callable[..., Any], boot: Boot | None) -> Any:
+    """What `load`, a `from_pretrained`, returns, on the GPU, with the copies of weights that `boot` has. Without any,
+    weights that need a cast load faster by `device_map`.
+
+    Raises:
+        Exception: any of `load`.
+    """
+    return boot.to_gpu(load()) if boot is not None and boot.copies_weights else load(device_map="cuda")
 
 
 def leave_out_foreign_lines() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compile_cache
+from compile_cache.calls.first_calls import Notes, make, make_calls
 from compile_cache.errors import SettingsError
-from models.kernels.first_calls import make, make_calls, note, slow_calls
 
 PICTURE = torch.zeros(1, 3, 8, 8)
 WEIGHT = torch.zeros(4, 3, 3, 3)
@@ -26,6 +28,13 @@ def draw(picture: torch.Tensor) -> torch.Tensor:
     row = torch.zeros(1, 3).expand(4, 3)
     picked = row[torch.tensor([1, 2])]
     return torch.cat([functional.conv2d(picture, WEIGHT).flatten(), attention.flatten(), picked.flatten()]).sigmoid()
+
+
+def slow_calls(run: Callable[[Any], object], plan: list[Any], least_s: float = 0.0) -> str:
+    with Notes(least_s) as notes:
+        for inputs in plan:
+            run(inputs)
+    return str(notes)
 
 
 class Seen(TorchDispatchMode):
@@ -45,7 +54,7 @@ def test_the_same_operators_are_called_with_zeros_of_the_same_sizes_and_strides(
     with Seen() as drawn:
         draw(PICTURE)
     with Seen() as made:
-        make_calls(slow_calls(draw, [PICTURE], least_s=0.0))
+        make_calls(slow_calls(draw, [PICTURE]))
     for name in ("conv2d.default", "scaled_dot_product_attention.default", "index.Tensor", "cat.default"):
         assert next(call for call in drawn.calls if call[0] == f"aten.{name}") in made.calls
 
@@ -57,7 +66,7 @@ def test_random_calls_and_those_with_objects_are_left_out_and_random_numbers_sta
         torch.randn(2, generator=torch.Generator())
         draw(PICTURE)
 
-    noted = slow_calls(draw_noise, [None], least_s=0.0)
+    noted = slow_calls(draw_noise, [None])
     names = {name for name, *_ in json.loads(noted)}
     assert "conv2d.default" in names
     assert not names & {"exponential_.default", "rand.default", "randn.generator"}
@@ -68,12 +77,24 @@ def test_random_calls_and_those_with_objects_are_left_out_and_random_numbers_sta
 
 def test_only_slow_calls_are_noted_once_each_and_the_slowest_first():
     assert json.loads(slow_calls(draw, [PICTURE], least_s=100.0)) == []
-    noted = [json.dumps(each) for each in json.loads(slow_calls(draw, [PICTURE, PICTURE], least_s=0.0))]
+    noted = [json.dumps(each) for each in json.loads(slow_calls(draw, [PICTURE, PICTURE]))]
     assert len(set(noted)) == len(noted)
 
 
+def test_what_the_caller_compiles_is_compiled_while_calls_are_noted():
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    with Notes():
+        torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(2))
+    assert len(graphs) == 1
+
+
 def test_no_call_is_made_once_the_weights_are_there():
-    noted = slow_calls(draw, [PICTURE], least_s=0.0)
+    noted = slow_calls(draw, [PICTURE])
     with Seen() as made:
         make_calls(noted, lambda: True)
     assert made.calls == []
@@ -137,14 +158,11 @@ def test_two_names_that_no_pack_can_have_together_are_refused(tmp_path, other):
 
 
 def test_damaged_notes_are_removed_so_that_they_are_written_anew(tmp_path):
-    with compile_cache.boot("org/model", environ=settings(tmp_path)) as boot:
-        pass
-    path = boot.kept_file("first_calls.json")
+    path = tmp_path / "first_calls.json"
     path.write_text('[["conv2d"')
     with pytest.raises(json.JSONDecodeError):
-        make(boot)
+        make(path, lambda: False)
     assert not path.exists()
-    boot.end_publishing()
 
 
 def test_without_a_store_no_file_is_kept(tmp_path):
@@ -152,12 +170,48 @@ def test_without_a_store_no_file_is_kept(tmp_path):
         assert boot.kept_file("mine.json") is None
 
 
-@pytest.mark.gpu
-def test_the_first_boot_on_a_gpu_notes_what_was_slow(tmp_path):
-    model, picture = torch.nn.Conv2d(3, 4, 3).cuda(), torch.zeros(1, 3, 64, 64, device="cuda")
-    with compile_cache.boot("org/model", environ=settings(tmp_path)) as boot:
-        while (path := boot.kept_file("first_calls.json")) is None:
-            with boot.importing():  # loads nothing before the restore has ended
-                pass
-        note(boot, model, [picture])
-        make_calls(path.read_text())  # which a kernel's first call is in, unless another test has made it
+FIRST_CALLS = """
+import sys, torch, compile_cache
+from torch import nn
+from compile_cache.calls import first_calls
+
+first_calls.Notes.__init__.__defaults__, made = (0.0,), []
+first_calls.make_calls = lambda noted, is_over: made.append((noted, is_over()))
+block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU())
+
+@torch.inference_mode()
+def draw(size):
+    block(torch.zeros(1, 3, size, 8)).cumsum(0)
+
+with compile_cache.boot("org/model") as boot:
+    thread = boot.model_thread()
+    while (path := boot.kept_file("first_calls.json")) is None:
+        with boot.importing():  # takes nothing before the restore has ended
+            pass
+    thread.call(int)
+    torch.cuda.is_available = lambda: True  # notes are taken on a GPU alone
+    boot.compile(block, whole=True)
+    boot.warm_up(thread.call, function=draw, size=8)
+    thread.call(boot.warm_up, draw, size=9)
+    print(made == [(path.read_text(), False)] if made else path.read_text())
+    print(boot.waiting)
+boot.wait_compiled(120)
+boot.wait_published(60)
+"""
+
+
+def test_the_first_boot_notes_what_was_slow_and_the_next_one_calls_it_beside_the_weights(tmp_path):
+    """Outside regions and in them, in each warm-up, and on the model's thread. Each call of a region is ordered all the
+    same."""
+    environ = settings(tmp_path, cold_start="background")
+    first, second = (run_boot(environ, FIRST_CALLS, program="run_source") for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    noted, told = first.stdout.splitlines()
+    tensors = [(name, args[0]["sizes"]) for name, args, _ in json.loads(noted) if args and "sizes" in args[0]]
+    assert {(name, tuple(sizes)) for name, sizes in tensors} >= {
+        ("conv2d.default", (1, 3, 8, 8)),
+        ("conv2d.default", (1, 3, 9, 8)),
+        ("cumsum.default", (1, 4, 6, 6)),
+    }
+    assert told == "2"
+    assert second.stdout.splitlines()[0] == "True"

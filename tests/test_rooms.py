@@ -28,6 +28,7 @@ ROWS = (
     ("storage.pack",),
     ("storage.stores",),
     ("storage",),
+    ("weights",),
     ("inductor",),
     ("background",),
     ("serving",),
@@ -100,7 +101,7 @@ def test_torch_is_not_imported_by(folder):
 # Torch's private names.
 
 FILES = [*ROOT.glob("compile_cache/**/*.py"), *ROOT.glob("models/**/*.py")]
-ROOMS = ("compile_cache/inductor", "compile_cache/calls", "models/kernels", "models/early_weights.py")
+ROOMS = ("compile_cache/inductor", "compile_cache/calls", "models/kernels", "compile_cache/weights")
 TABLE = {path for names in PRIVATE_NAMES for path in names.paths}
 
 

@@ -15,6 +15,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,8 +29,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from models import early_weights
-from models.early_weights import EarlyWeights, local_folder, read_header, weight_files
+import compile_cache
+from compile_cache.key.model_version import hub_folder
+from compile_cache.weights import early_weights
+from compile_cache.weights.early_weights import EarlyWeights
+from compile_cache.weights.weight_files import Weights, find_files, read_header
 from models.image.pipeline import load_pipeline
 
 ROOT = Path(__file__).parents[1]
@@ -56,12 +60,19 @@ def folder(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
+def early_of(weights: Weights, **options: int) -> EarlyWeights:
+    return EarlyWeights(partial(find_files, "org/name", weights), **options)
+
+
 @contextmanager
-def begun(folder: Path | None, **options: int) -> Iterator[EarlyWeights]:
-    """Early copies of a folder's weights for the CPU, which have begun."""
-    with EarlyWeights(folder, **options) as early:
-        early.begin(CPU)
+def begun(weights: Weights, device: torch.device = CPU, **options: int) -> Iterator[EarlyWeights]:
+    """Early copies of weights, which have begun."""
+    early = early_of(weights, **options)
+    try:
+        early.begin(device)
         yield early
+    finally:
+        early.drop()
 
 
 def load(folder: Path) -> list[nn.Module]:
@@ -98,8 +109,7 @@ def test_each_weight_takes_its_copy(saved, chunk_bytes, device, monkeypatch):
         device, cudart = "cuda:0", torch.cuda.cudart()
         refusing = mock.Mock(wraps=cudart, cudaHostRegister=lambda *_: cudart.cudaHostRegister(0, 0, 0))
         monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    with EarlyWeights(saved, chunk_bytes=chunk_bytes) as early:
-        early.begin(torch.device(device))
+    with begun(saved, torch.device(device), chunk_bytes=chunk_bytes) as early:
         early.begin(torch.device(device))
         modules = load(saved)
         assert mapped(tensors(modules)) == len(tensors(modules)) - 1
@@ -131,10 +141,10 @@ def snapshot(folder, tmp_path, monkeypatch) -> Path:
 
 
 def test_a_model_in_the_hubs_cache_is_found_behind_its_links(folder, snapshot):
-    assert local_folder("org/name", None) == local_folder("org/name", COMMIT) == snapshot
-    assert local_folder("org/nowhere", None) is None
-    assert local_folder(str(folder), None) == folder
-    with begun(local_folder("org/name", None)) as early:
+    assert hub_folder("org/name", None) == hub_folder("org/name", COMMIT) == snapshot
+    assert find_files("org/name", True) == find_files("org/other", f"org/name@{COMMIT}") == find_files("", snapshot)
+    assert find_files("org/nowhere", True) == []
+    with begun(True) as early:
         modules = load(snapshot)
         assert taken(early, modules) == len(tensors(modules)) - 1
 
@@ -257,45 +267,176 @@ def quantize(file: Path) -> None:
     file.with_name("config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "x"}}))
 
 
-# Changes of a folder, told by the decoder's weights, that leave early copies without a use.
-EDITS: dict[str, Callable[[Path], object]] = {
-    "quantized": quantize,
-    "a missing shard": lambda file: next((file.parents[1] / "transformer").glob("*.safetensors")).unlink(),
-    "no safetensors": lambda file: file.rename(file.with_suffix(".bin")),
-    "one weight in fp32": lambda file: rewrite(file, with_one_in_fp32),
-    "experts": lambda file: rewrite(file, lambda weights: {f"a.experts.{name}": one for name, one in weights.items()}),
-    "a file and an index": lambda file: file.with_suffix(".safetensors.index.json").write_text('{"weight_map": {}}'),
+# Changes of a folder, told by the decoder's weights, and the part that has no copies then.
+EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "quantized": (quantize, "vae"),
+    "a missing shard": (
+        lambda file: next((file.parents[1] / "transformer").glob("*.safetensors")).unlink(),
+        "transformer",
+    ),
+    "no safetensors": (lambda file: file.rename(file.with_suffix(".bin")), "vae"),
+    "a file and an index": (
+        lambda file: file.with_suffix(".safetensors.index.json").write_text('{"weight_map": {}}'),
+        "vae",
+    ),
+    "experts": (
+        lambda file: rewrite(file, lambda weights: {f"a.experts.{name}": one for name, one in weights.items()}),
+        "vae",
+    ),
+    "fp32": (lambda file: rewrite(file, lambda weights: {name: one.float() for name, one in weights.items()}), "vae"),
 }
 
 
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_what_from_pretrained_makes_otherwise_or_is_nowhere_is_not_copied(folder, edit):
+@pytest.mark.parametrize(("edit", "part"), EDITS.values(), ids=EDITS)
+def test_a_part_that_from_pretrained_makes_otherwise_or_is_nowhere_is_not_copied(folder, edit, part):
     edit(folder / DECODER)
-    for place in (folder, None):
-        with begun(place) as early:
-            early.give([nn.Linear(2, 2)])
-            assert not early._chunks
+    with begun(folder) as early:
+        early._finish()
+        assert {Path(path).parent.name for path, _ in early._copies} == {*parts_of(folder)} - {part}
+
+
+def parts_of(folder: Path) -> list[str]:
+    return sorted({path.parent.name for path in folder.glob("*/*.safetensors*")} | {"vae"})
+
+
+@pytest.mark.parametrize("weights", [[], "nowhere", "org/nowhere", Path("/nowhere")])
+def test_what_is_nowhere_has_no_copies(weights, caplog):
+    caplog.set_level(logging.INFO)
+    with begun(weights) as early:
+        early.give([nn.Linear(2, 2)])
+        early.give([nn.Linear(2, 2)])
+    assert caplog.text.count("weights.not_early No copies were made early: there are no safetensors files") == 1
+
+
+def test_of_files_with_several_types_only_those_that_need_no_cast_are_copied(folder, caplog):
+    """Also in fp16. The first weight of a file is in fp32: what lies between two copied ones is left out."""
+    caplog.set_level(logging.INFO)
+    rewrite(folder / DECODER, with_one_in_fp32)
+    rewrite(folder / "text_encoder/model.safetensors", lambda all_: {name: one.half() for name, one in all_.items()})
+    with begun(folder) as early:
+        vae, text_encoder = (load_file(folder / name) for name in (DECODER, "text_encoder/model.safetensors"))
+        modules = [module_of(vae), module_of(text_encoder)]
+        assert taken(early, modules) == len(vae) - 1 + len(text_encoder)
+    assert "weights.cast" not in caplog.text, "it is a small part"
+
+
+def module_of(weights: dict[str, torch.Tensor]) -> nn.Module:
+    """A module with these weights, under other names."""
+    module = nn.Module()
+    for number, weight in enumerate(weights.values()):
+        module.register_parameter(f"weight_{number}", nn.Parameter(weight, weight.is_floating_point()))
+    return module
+
+
+def test_weights_that_were_cast_free_the_copies_that_they_do_not_take(tmp_path, caplog):
+    """So both sets are never on the GPU at once. Those that another model will take stay."""
+    sizes = {"first": 1 << 20, "second": 1 << 19}
+    for name, count in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"large": torch.ones(count, dtype=torch.bfloat16)}, tmp_path / name / "model.safetensors")
+    with begun([tmp_path / name for name in sizes]) as early:
+        first, second = (module_of(load_file(tmp_path / name / "model.safetensors")) for name in sizes)
+        early.give([first.float()])
+        assert [copy.nbytes for copy in early._copies.values()] == [1 << 20]
+        assert taken(early, [second]) == 1
+        early.end()
+    assert "weights.early_unused Only 0.001 of 0.003 GB" in caplog.text
+
+
+def test_weights_that_are_parts_of_one_in_the_file_take_parts_of_its_copy(tmp_path):
+    """As of a checkpoint of one file, whose attention has one weight for three."""
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    file = tmp_path / "checkpoint.safetensors"
+    save_file({"in_proj": torch.randn(12, 4).bfloat16(), "out": torch.randn(4, 4).bfloat16()}, file)
+    with begun(file) as early:
+        loaded = load_file(file)
+        module = module_of({**dict(enumerate(loaded["in_proj"].chunk(3))), 3: loaded["out"]})
+        assert taken(early, [module]) == 4
+        assert not early._copies
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in module.parameters())
+
+
+def test_models_of_several_folders_take_their_copies_one_after_another(folder):
+    with begun([folder / "vae", folder / "transformer", *(folder / "text_encoder_2").glob("*.safetensors")]) as early:
+        modules = dict(parts(DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)))
+        for name in ("vae", "transformer", "text_encoder_2"):
+            assert taken(early, [modules[name]]) >= len(tensors([modules[name]])) - 1
+        assert taken(early, [modules["text_encoder"]]) == 0
+        assert not early._copies
+
+
+def test_weights_that_are_downloaded_after_the_boot_began_are_found(saved, tmp_path):
+    early = early_of(tmp_path / "later")
+    shutil.copytree(saved, tmp_path / "later")
+    early.begin(CPU)
+    modules = load(tmp_path / "later")
+    assert taken(early, modules) == len(tensors(modules)) - 1
+    early.drop()
+
+
+def with_variant(folder: Path, variant: str, dtype: torch.dtype, shard_size: str = "1GB") -> None:
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
+    for name, part in parts(pipeline).items():
+        part.save_pretrained(folder / name, variant=variant, max_shard_size=shard_size)
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
+def test_the_only_variant_is_copied_or_the_only_one_that_is_in_half_precision(folder, shard_size, caplog):
+    caplog.set_level(logging.INFO)
+    with_variant(folder, "fp16", torch.float16, shard_size)
+    assert find_files(str(folder), True) == []
+    assert caplog.text.count("has several variants: name its files in boot(weights=[…])") == len(parts_of(folder))
+
+    for file in [*folder.glob("*/*.safetensors*")]:
+        if "fp16" not in file.name and not file.name.endswith(".json"):
+            rewrite(file, lambda weights: {name: one.float() for name, one in weights.items()})
+    check_variant(folder)
+    for file in [*folder.glob("*/*.safetensors*")]:
+        if "fp16" not in file.name:
+            file.unlink()
+    check_variant(folder)
+
+
+def check_variant(folder: Path) -> None:
+    with begun(folder) as early:
+        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float16, variant="fp16")
+        modules = [*parts(pipeline).values()]
+        in_half = [one for one in tensors(modules) if one.dtype == torch.float16]  # without T5's, which is kept in fp32
+        assert taken(early, modules) == len(in_half)
+
+
+def test_a_cache_of_the_hub_of_the_callers_own_has_the_model(folder, snapshot, tmp_path, monkeypatch):
+    cache = tmp_path / "own"
+    (tmp_path / "hub").rename(cache)
+    for link in cache.rglob("*.safetensors"):
+        blob = cache / "models--org--name" / "blobs" / link.readlink().name
+        link.unlink()
+        link.symlink_to(blob)
+    assert find_files("org/name", True) == []
+    assert [path.parent.name for path in find_files("org/name", cache)] == [
+        path.parent.name for path in find_files(str(folder), True)
+    ]
 
 
 def test_files_that_no_part_reads_are_not_copied(folder):
     """A file for another program, a variant, and a part that the pipeline does not load."""
     file = folder / DECODER
     shutil.copy(file, folder / "flux.safetensors")
-    shutil.copy(file, file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    save_file({"in_fp32": torch.zeros(1)}, file.with_name("diffusion_pytorch_model.fp32.safetensors"))
     shutil.copytree(folder / "vae", folder / "safety_checker")
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "safety_checker": [None, None]}))
 
-    found = {path.relative_to(folder).as_posix() for path in weight_files(folder)}
+    found = {path.relative_to(folder).as_posix() for path in find_files(str(folder), True)}
 
     assert DECODER in found
-    assert not {"flux.safetensors", "vae/diffusion_pytorch_model.fp16.safetensors"} & found
+    assert not {"flux.safetensors", "vae/diffusion_pytorch_model.fp32.safetensors"} & found
     assert not any(path.startswith("safety_checker") for path in found)
 
 
 def test_a_boot_without_a_gpu_loads_as_ever(saved, caplog):
-    with EarlyWeights(saved) as early:
-        early.begin(torch.device("cuda", 0) if not torch.cuda.is_available() else torch.device("meta"))
+    with begun(saved, torch.device("meta" if torch.cuda.is_available() else "cuda:0")) as early:
         assert taken(early, load(saved)) == 0
     assert not caplog.records
 
@@ -312,12 +453,11 @@ def test_a_setup_that_fails_ends_the_copying(saved, monkeypatch):
 
     monkeypatch.setattr(early_weights._Chunk, "copy", wait)
     descriptors = len(os.listdir("/proc/self/fd"))
-    early = EarlyWeights(saved, chunk_bytes=1000)
+    early = early_of(saved, chunk_bytes=1000)
     early.begin(CPU)
     assert begun.wait(10)
     threading.Timer(0.1, go.set).start()
-    with pytest.raises(OSError, match="no such model"), early:
-        raise OSError("no such model")
+    early.drop()
     assert not early._copies
     assert "early weights" not in [thread.name for thread in threading.enumerate()]
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -339,11 +479,10 @@ def test_a_host_without_another_thread_loads_as_ever(saved, at, monkeypatch, cap
     with monkeypatch.context() as patched:
         if at == "plan":
             patched.setattr(threading.Thread, "start", refuse)
-        early = EarlyWeights(saved)
+        early = early_of(saved)
         patched.setattr(threading.Thread, "start", refuse)
         early.begin(CPU)
-    with early:
-        assert taken(early, load(saved)) == 0
+    assert taken(early, load(saved)) == 0
     assert "can't start new thread" in caplog.text
 
 
@@ -351,11 +490,10 @@ def test_a_file_that_cannot_be_read_stops_the_plan(folder, monkeypatch, caplog):
     """Also for the files before it. No file stays open."""
     caplog.set_level(logging.INFO)
     count, read = len(os.listdir("/proc/self/fd")), early_weights.read_header
-    paths = weight_files(folder)
-    calls = iter(range(10_000))
+    paths = find_files(str(folder), True)
 
     def fail(path: Path) -> Any:
-        if next(calls) == len(paths) - 1:
+        if path == paths[-1]:
             raise PermissionError(path)
         return read(path)
 
@@ -367,13 +505,13 @@ def test_a_file_that_cannot_be_read_stops_the_plan(folder, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("revision", ["../..", "/tmp", "y" * 300, "", ".."])
-def test_odd_revisions_have_no_local_folder(tmp_path, monkeypatch, revision):
+def test_odd_revisions_have_no_folder(tmp_path, monkeypatch, revision):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
     write_files(tmp_path, {"models--org--name/refs/main": b"\xff"})
 
-    assert local_folder("org/name", revision) is None
-    assert local_folder("x" * 300, revision) is None
+    assert hub_folder("org/name", revision) is None
+    assert hub_folder("x" * 300, revision) is None
 
 
 # What `from_pretrained` loads.
@@ -421,49 +559,69 @@ def check_pipeline(ours: Any, theirs: Any) -> None:
         check_same(part, parts(theirs)[name])
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_pipeline_is_what_from_pretrained_loads(saved, device):
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_pipeline_is_what_from_pretrained_loads(folder, variant, tmp_path):
     """Shards, tied weights and computed buffers included."""
-    assert list(saved.glob("*/*.safetensors.index.json"))
-    place = torch.device(device, 0) if device == "cuda" else CPU
-    with EarlyWeights(saved) as early:
-        early.begin(place)
-        pipeline = load_pipeline(str(saved), None, place, early)
-
-    check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(saved), dtype=torch.bfloat16, device_map=device))
+    assert list(folder.glob("*/*.safetensors.index.json"))
+    options = {"dtype": torch.bfloat16}
+    if variant:
+        with_variant(folder, variant, torch.float16)
+        options = {"dtype": torch.float16, "variant": variant}
+    weights = [*folder.glob(f"*/*.{variant}.safetensors")] if variant else True
+    environ = {"COMPILE_CACHE_DIR": str(tmp_path / "cache"), "COMPILE_CACHE_STORE": "off"}
+    with compile_cache.boot(str(folder), weights=weights, environ=environ) as boot:
+        with boot.importing():
+            pass
+        assert boot.copies_weights
+        pipeline = DiffusionPipeline.from_pretrained(folder, **options)
+        assert mapped(tensors([*parts(pipeline).values()]))
+        assert boot.to_gpu(pipeline) is pipeline
+        assert not boot._weights._copies
+    assert boot._weights._taken_bytes > 0
+    check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(folder), **options).to("cuda"))
     assert ties(pipeline.text_encoder_2)
 
 
-def test_weights_in_half_precision_need_no_cast_to_it(folder):
-    rewrite(folder / DECODER, lambda weights: {name: weight.half() for name, weight in weights.items()})
-    with EarlyWeights(folder / "vae", "float16") as early, EarlyWeights(folder / "vae") as other:
-        assert early._chunks
-        assert not other._chunks
+def test_without_a_gpu_a_model_stays_where_it_is(saved, tmp_path):
+    environ = {"COMPILE_CACHE_DIR": str(tmp_path / "cache"), "COMPILE_CACHE_STORE": "off"}
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        compile_cache.boot(str(saved), weights=True, environ=environ) as boot,
+    ):
+        with boot.importing():
+            pass
+        assert not boot.copies_weights
+        model = nn.Linear(2, 2)
+        assert boot.to_gpu(model) is model
+    assert model.weight.is_cpu
 
 
 def test_weights_of_another_type_are_left_to_from_pretrained():
     """The demo model's text encoders are in fp32, the rest is in bf16."""
-    with begun(ROOT / "demo/flux-digits") as early:
-        assert not early.has_copies
-        pipeline = load_pipeline(str(ROOT / "demo/flux-digits"), None, CPU, early)
+    folder = ROOT / "demo/flux-digits"
+    with begun(folder) as early:
+        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+        early.give(pipeline.components.values())
 
-    check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(ROOT / "demo/flux-digits"), dtype=torch.bfloat16))
+    assert mapped(tensors([*parts(pipeline).values()])) == 0
+    check_pipeline(pipeline, DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16))
 
 
 def test_a_hub_id_loads_from_the_hubs_cache_alone(folder, snapshot, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
-    with begun(snapshot) as early:
-        pipeline = load_pipeline("org/name", None, CPU, early)
+    with begun(True) as early:
+        pipeline = load_pipeline("org/name", None)
+        early.give(pipeline.components.values())
 
     assert pipeline.config["_name_or_path"] == "org/name"
-    check_same(pipeline.transformer, DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16).transformer)
+    check_same(pipeline.transformer, DiffusionPipeline.from_pretrained(folder, dtype=torch.float32).transformer)
     with pytest.raises(OSError, match="nowhere"):
-        load_pipeline("org/nowhere", None, CPU)
+        load_pipeline("org/nowhere", None)
 
 
 def test_other_folders_of_a_model_are_not_read(folder):
     write_files(folder, {"vae/onnx/config.json": b"{}"})
 
-    with EarlyWeights(folder / "vae") as early:
-        assert early._chunks
+    assert find_files(str(folder / "vae"), True) == [folder / DECODER]

@@ -114,11 +114,35 @@ def _paths(folder: Path, suffix: str = "") -> list[Path]:
 def hub_commit(name: str, revision: str) -> str:
     """The commit of a hub repository's `revision`, if the local hub cache knows it; else `revision`. Then torch's own
     keys tell graphs of different commits apart."""
+    repository = _hub_repository(name)
+    return _commit(repository, revision) if repository is not None else revision
+
+
+def hub_folder(name: str, revision: str | None, cache: Path | None = None) -> Path | None:
+    """The snapshot of a hub repository in the local hub cache, or in the folder `cache`; None if there is none."""
+    repository = _hub_repository(name, cache) if _HUB_ID.fullmatch(name) else None
+    if repository is None:
+        return None
+    commit = _commit(repository, revision or "main")
+    folder = repository / "snapshots" / commit
+    return folder if re.fullmatch(r"[\w-]+", commit) and os.path.isdir(folder) else None
+
+
+def _hub_repository(name: str, cache: Path | None = None) -> Path | None:
+    """Where the hub's library keeps a repository's files, there or not; None without that library."""
+    if cache is None:
+        try:
+            from huggingface_hub.constants import HF_HUB_CACHE  # imported alone, it takes milliseconds
+        except ImportError:
+            return None
+        cache = Path(HF_HUB_CACHE)
+    return cache / f"models--{name.replace('/', '--')}"
+
+
+def _commit(repository: Path, revision: str) -> str:
     if _COMMIT.fullmatch(revision):
         return revision
     try:
-        from huggingface_hub.constants import HF_HUB_CACHE  # imported alone, it takes milliseconds
-    except ImportError:
+        return (repository / "refs" / revision).read_text().strip()
+    except (OSError, ValueError):  # it is not downloaded, or no text
         return revision
-    reference = Path(HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "refs", revision)
-    return reference.read_text().strip() if reference.is_file() else revision

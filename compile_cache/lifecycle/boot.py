@@ -14,10 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from compile_cache.errors import CompileCacheError, SettingsError, log
+from compile_cache import child_process
+from compile_cache.errors import CompileCacheError, SettingsError, attempt, log
 from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
@@ -29,28 +32,44 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compile_cache.background.orders import Orders
+    from compile_cache.calls.first_calls import Notes
+    from compile_cache.lifecycle.model_thread import ModelThread
     from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore
     from compile_cache.serving.regions import Regions
     from compile_cache.storage.directory import CacheDirectory
     from compile_cache.storage.publish import Publication
+    from compile_cache.weights.early_weights import EarlyWeights
+    from compile_cache.weights.weight_files import Weights
 
+T = TypeVar("T")
 
 # In a process of one answer, compiles begin in the first half minute of the warm-up.
 _ONE_ANSWER_S = 30.0
 _LONGEST_PRELOAD_S = 60.0
+# Kept with a version's code: see calls/first_calls.
+_FIRST_CALLS = "first_calls.json"
 _observed: list[Boot] | None = None
 
 
-def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapping[str, str] = os.environ) -> Boot:
+def boot(
+    model: str,
+    *,
+    sources: Sequence[str | Path] = (),
+    weights: Weights = False,
+    environ: MutableMapping[str, str] = os.environ,
+) -> Boot:
     """Begin a boot: claim the cache directory, point torch at it, and start the restore.
 
     Call it before torch is imported, or at least before anything is compiled. Use it as a context manager, whose end is
-    READY.
+    READY. In the second process, which may import the caller's module, it does nothing.
 
     Args:
         model: a hub id, with `@revision` if it is not the default one, or a model's folder.
         sources: files and folders with the caller's own Python code that the model runs.
+        weights: what `to_gpu` will move. True is `model`; else a folder, a hub id, a safetensors file, or a list of
+            these. They are read from now on, and copied to the GPU from `importing` on, or from `to_gpu` on if they are
+            downloaded later. CUDA's variables are read now, and no fork of this process may use CUDA.
         environ: the variables with the settings. torch's cache paths are written into it.
 
     Raises:
@@ -60,6 +79,8 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
 
     show_log()
     settings = resolve_cold_start(Settings.from_env(environ))
+    if child_process.is_child:
+        settings, weights = replace(settings, scope="off"), False
     if settings.signing_key or settings.trusted_keys:
         from compile_cache.storage.rules import Rules
 
@@ -70,10 +91,16 @@ def boot(model: str, *, sources: Sequence[str | Path] = (), environ: MutableMapp
         raise SettingsError(f"boot() has sources that do not exist: {', '.join(missing)}. They start at {Path.cwd()}.")
     keep_worker_alive_on_interrupt()
     name_user(environ)
-    begun = Boot(settings, model, [Path(source).absolute() for source in sources], environ)
+    begun = Boot(settings, model, [Path(source).absolute() for source in sources], environ, weights)
     if _observed is not None:
         _observed.append(begun)
     return begun
+
+
+def _make_first_calls(path: Path, is_over: Callable[[], bool]) -> None:
+    from compile_cache.calls.first_calls import make
+
+    make(path, is_over)
 
 
 @contextlib.contextmanager
@@ -91,7 +118,12 @@ class Boot:
     """A boot in progress, and its report. `boot` makes one."""
 
     def __init__(
-        self, settings: Settings, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]
+        self,
+        settings: Settings,
+        model: str,
+        sources: Sequence[str | Path],
+        environ: MutableMapping[str, str],
+        weights: Weights = False,
     ) -> None:
         self._started = time.perf_counter()
         self._timeline = Timeline()
@@ -111,8 +143,20 @@ class Boot:
         self._preparing = threading.RLock()
         self._has_tried_regions = self._has_entered = False
         self._publisher: Publisher | None = None
+        self._thread: ModelThread | None = None
+        self._is_loading = True
+        self._notes: Notes | None = None
+        self._weights: EarlyWeights | None = None
         if settings.enabled:
             self._begin(model, sources, environ)
+        if weights:
+            with self._degrading("copy weights early"):
+                from compile_cache.weights.early_weights import EarlyWeights
+                from compile_cache.weights.weight_files import find_files
+
+                self._weights = EarlyWeights(partial(find_files, model, weights))
+            if "torch" in sys.modules:
+                self._begin_to_copy()
 
     def _begin(self, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]) -> None:
         """Claim the cache directory, and start the restore."""
@@ -156,7 +200,10 @@ class Boot:
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
+            if self._weights is not None:
+                self._weights.drop()
             return
+        self._end_copying()
         if self._regions is None:
             self._join()
         elif "warm_up" in self.report.phases:
@@ -185,7 +232,8 @@ class Boot:
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
-        """Import torch and the model's packages in this context, before the weights load.
+        """Import torch and the model's packages in this context, before the weights load. With `weights`, torch is
+        imported first, and the weights are copied to the GPU beside the rest.
 
         Python's collector of cyclic garbage waits meanwhile: it takes a fifth of the time and finds little. Later it
         skips what there is by then, unless torch was imported before: it may be a model, which is to be freed one day.
@@ -197,6 +245,7 @@ class Boot:
         gc.disable()
         try:
             with self.timed("import"):
+                self._begin_to_copy()
                 yield
         finally:
             if has_no_model:
@@ -204,6 +253,7 @@ class Boot:
             if collects:
                 gc.enable()
         self._preload()
+        self._make_first_calls()
 
     def _preload(self) -> None:
         """Load restored functions on a thread while the weights load."""
@@ -217,6 +267,57 @@ class Boot:
             if regions is not None:
                 with self._degrading("load precompiled regions ahead"):
                     self._preloading = regions.supply.preload()
+
+    def _begin_to_copy(self) -> None:
+        """Copy weights from now on, if that was asked for and there is a GPU."""
+        if self._weights is None:
+            return
+        with self._degrading("copy weights early"):
+            import torch
+
+            if torch.cuda.is_available():
+                self._weights.begin(torch.device("cuda", torch.cuda.current_device()))
+
+    def _end_copying(self) -> None:
+        """Free the copies that no weight has taken."""
+        if self._weights is not None:
+            self._weights.end()
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether `to_gpu` has copies to give. Without any, `from_pretrained(…, device_map="cuda")` can be faster."""
+        return self._weights is not None and self._weights.has_copies
+
+    def to_gpu(self, model: T) -> T:
+        """Move a pipeline or module to the GPU, as its `.to("cuda")` does: each weight that is still as it lies in the
+        files of `boot(weights=…)` takes its copy, and all others are moved. Without a GPU, it stays where it is. Call
+        it for each model, before `warm_up`: that frees the copies that are left.
+
+        Raises:
+            Exception: any of `.to("cuda")`.
+        """
+        moved: Any = model
+        with self.timed("to_gpu"):
+            import torch
+
+            if torch.cuda.is_available():
+                if self._weights is not None:
+                    self._begin_to_copy()
+                    self._weights.give(moved.components.values() if hasattr(moved, "components") else [moved])
+                moved = moved.to("cuda")
+        self._is_loading = False
+        return moved  # type: ignore[no-any-return]
+
+    def model_thread(self) -> ModelThread:
+        """The thread that is to make all calls of the model. A version's first boot on a GPU writes down which calls of
+        operators were slow in the warm-up; later ones make these here, with zeros, while the weights load."""
+        from compile_cache.lifecycle.model_thread import ModelThread
+
+        if self._thread is None:
+            self._thread = ModelThread()
+            if "import" in self.report.phases:
+                self._make_first_calls()
+        return self._thread
 
     def kept_file(self, name: str) -> Path | None:
         """Where the caller keeps a file of its own with this version's code: it is there if an earlier boot has written
@@ -260,6 +361,7 @@ class Boot:
         modules. Code that is not stored is made as always; but a process of one answer that can compile ahead of time
         makes it only once something of this version is stored.
         """
+        self._is_loading = False
         if not self._settings.enabled:
             return
         with self.timed("join"):
@@ -313,15 +415,54 @@ class Boot:
             self._warn("boot() is used without `with`, so nothing is stored, and nothing is compiled later")
         until_s = self._no_compile_begins_from()
 
-        def warm_up() -> bool:
-            if self._regions is not None:
-                return self._regions.warm_up(lambda: call_as_cog(call, inputs), until_s)
-            call_as_cog(call, inputs)
-            return False
+        notes = self._notes_of_first_calls()
 
+        def make_calls() -> None:
+            with self._noting(notes):
+                call_as_cog(call, inputs)
+
+        def warm_up() -> bool:
+            nonlocal notes
+            try:
+                if self._regions is not None:
+                    return self._regions.warm_up(make_calls, until_s)
+                make_calls()
+                return False
+            finally:
+                notes = None
+
+        self._end_copying()
         with self.timed("warm_up"):
             if not repeated(warm_up):
                 self._warn("after several rounds of the same input the warm-up still compiles; so may predictions")
+
+    def _notes_of_first_calls(self) -> Notes | None:
+        """Notes of the slow calls of a warm-up, for a model's thread of a boot that restored no code, on a GPU."""
+        torch: Any = sys.modules.get("torch")
+        path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
+        if path is None or path.exists() or self.report.restore.outcome == "hit" or not torch.cuda.is_available():
+            return self._notes
+        from compile_cache.calls.first_calls import Notes
+
+        self._notes = self._notes or Notes()
+        return self._notes
+
+    @contextlib.contextmanager
+    def _noting(self, notes: Notes | None) -> Iterator[None]:
+        """Write down the slow calls that are made on the model's thread."""
+        if notes is None or self._thread is None or (path := self.kept_file(_FIRST_CALLS)) is None:
+            yield
+            return
+        with self._thread.noting(notes):
+            yield
+        with self._degrading("write down the slow first calls"):
+            path.write_text(str(notes))
+
+    def _make_first_calls(self) -> None:
+        """Make the calls that an earlier boot has written down, on the model's thread, while the weights load."""
+        path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
+        if self._thread is not None and path is not None and path.exists() and self._is_loading:
+            self._thread.begin(attempt, _make_first_calls, path, lambda: not self._is_loading)
 
     def _no_compile_begins_from(self) -> float:
         """From when on, on the clock of `time.monotonic`, the warm-up waits for no compile that has not begun."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from queue import SimpleQueue
 
     from compile_cache.calls.caller import Caller
+    from compile_cache.calls.first_calls import Notes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,9 +35,9 @@ class ModelThread:
     shape takes 60 ms on each thread, and the first convolution 3 ms. cuBLAS keeps memory for each.
 
         def setup(self):
-            self.thread = ModelThread()
+            self.thread = self.boot.model_thread()
             ...
-            boot.warm_up(self.run, prompt="a warm-up")
+            self.boot.warm_up(self.run, prompt="a warm-up")
 
         def run(self, prompt: str) -> Path:
             with self.boot.prediction():
@@ -48,6 +50,7 @@ class ModelThread:
         self._starting = threading.Lock()
         # Python would close a generator that it collects together with its iterator on any thread.
         self._bodies: set[Generator[Any, Any, Any]] = set()
+        self._notes: Notes | None = None
         self._start()
 
     def _start(self) -> None:
@@ -100,6 +103,16 @@ class ModelThread:
             )
         return self._items(result, state) if isinstance(result, Generator) else result  # type: ignore[return-value]
 
+    @contextlib.contextmanager
+    def noting(self, notes: Notes) -> Iterator[None]:
+        """While the context lasts, add to `notes` what is called on the thread."""
+        self._notes = notes
+        try:
+            with notes if threading.current_thread() is self._thread else contextlib.nullcontext():
+                yield
+        finally:
+            self._notes = None
+
     def _items(self, body: Generator[Any, Any, T], state: Caller) -> Generator[Any, Any, T]:
         """What `body` yields and returns. The thread makes each step of it, and its end if the caller leaves it."""
         step = partial(body.send, None)
@@ -126,6 +139,8 @@ class ModelThread:
         Raises:
             BaseException: any of `work`, or of the waiting.
         """
+        if (notes := self._notes) is not None:
+            work = partial(notes.take, work)
         if threading.current_thread() is self._thread:
             return state.run(work)
         call = _Call(self, function, state, work)

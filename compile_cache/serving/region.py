@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compile_cache.calls import first_calls
 from compile_cache.calls.module_state import why_eager
 from compile_cache.calls.overlaps import reachable_tensors
 from compile_cache.calls.spec import RECOMPILE_LIMIT, growth, likeness, modes, top_sizes, with_plain_strides
@@ -108,6 +109,9 @@ class Region:
         A dispatch mode (`torch.export`, `make_fx`, FakeTensorMode, a counter) or `torch.jit.trace` would take what is
         tried on a copy for what the model computes.
         """
+        if first_calls.are_taken() and count_dispatch_modes() == 1:
+            with first_calls.left_out():
+                return self._route(call, like)
         if count_dispatch_modes() or is_tracing():
             self.report.explain("eager in a dispatch mode of torch, such as a counter or a trace")
             return self._serve_eager(call)
@@ -209,7 +213,8 @@ class Region:
         change the size of a tensor that they can reach, as of a cache that grows."""
         sizes = _sizes(call) if case is not None else []
         self.served["eager"] += 1
-        answer = call_region(*call)
+        with first_calls.of_model():
+            answer = call_region(*call)
         if case is not None:
             now = _sizes(call)
             if len(now) == len(sizes) and now != sizes:

@@ -19,14 +19,15 @@ SIZES = [tuple(map(int, size.split("x"))) for size in os.environ.get("SIZES", "1
 
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+        with compile_cache.boot(MODEL, sources=[__file__], weights=True) as self.boot:
             with self.boot.importing():
                 import torch
                 from diffusers import DiffusionPipeline
 
             name, _, revision = MODEL.partition("@")
-            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-            self.pipe = DiffusionPipeline.from_pretrained(name, revision=revision or None, torch_dtype=dtype).to(device)
+            dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+            pipe = DiffusionPipeline.from_pretrained(name, revision=revision or None, torch_dtype=dtype)
+            self.pipe = self.boot.to_gpu(pipe)
             self.is_kontext = type(self.pipe).__name__ == "FluxKontextPipeline"
             self.noise = torch.Generator("cpu")
             self.boot.compile(self.pipe.transformer)

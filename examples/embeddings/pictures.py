@@ -15,15 +15,15 @@ BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,8,32").split(",")]
 
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+        with compile_cache.boot(MODEL, sources=[__file__], weights=True) as self.boot:
             with self.boot.importing():
                 import torch
                 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
             name, _, revision = MODEL.partition("@")
             source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
-            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-            self.model = AutoModel.from_pretrained(**source, dtype=dtype).to(device).eval()
+            dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+            self.model = self.boot.to_gpu(AutoModel.from_pretrained(**source, dtype=dtype))
             self.tokenizer = AutoTokenizer.from_pretrained(**source)
             longest = max(map(len, self.tokenizer.get_vocab()))
             self.most_characters = longest * self.model.config.text_config.max_position_embeddings

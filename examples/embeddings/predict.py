@@ -18,7 +18,7 @@ BATCHES = [int(size) for size in os.environ.get("BATCHES", "1,32").split(",")]
 
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+        with compile_cache.boot(MODEL, sources=[__file__], weights=True) as self.boot:
             with self.boot.importing():
                 import torch
                 from huggingface_hub import snapshot_download
@@ -26,8 +26,8 @@ class Predictor(BaseRunner):
 
             name, _, revision = MODEL.partition("@")
             folder = Folder(MODEL if os.path.isdir(MODEL) else snapshot_download(name, revision=revision or None))
-            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-            self.model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
+            dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+            self.model = self.boot.to_gpu(AutoModel.from_pretrained(folder, dtype=dtype))
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.most_characters = LENGTHS[-1] * max(map(len, self.tokenizer.get_vocab()))
             self.has_mean, self.has_norm = pooling(folder)

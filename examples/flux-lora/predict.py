@@ -4,17 +4,19 @@ import os
 import random
 from typing import Optional
 
-import compile_cache  # before torch
-import numpy
-import torch
+import compile_cache
 from cog import BasePredictor, Input, Path
-from diffusers import FluxPipeline
-from PIL import Image
-
-import fused
 
 MODEL = os.environ.get("MODEL", "black-forest-labs/FLUX.1-dev")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+boot = compile_cache.boot(MODEL, sources=[__file__, Path(__file__).with_name("fused.py")], weights=True)
+with boot.importing():  # torch comes first; then the weights travel while the rest is imported
+    import numpy
+    import torch
+    from diffusers import FluxPipeline
+    from PIL import Image
+
+    import fused
+
 PIXELS = int(os.environ.get("PIXELS", "1024"))  # along each side of a square picture
 # Width and height of a picture, in parts of it. Each size has compiled code of its own.
 SIZES = {"1:1": (1, 1), "16:9": (1.3125, 0.75), "9:16": (0.75, 1.3125)}
@@ -25,18 +27,17 @@ class Predictor(BasePredictor):
 
     def setup(self) -> None:
         """READY when it returns."""
-        self.boot = compile_cache.boot(MODEL, sources=[__file__, fused.__file__])
-        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         name, _, revision = MODEL.partition("@")
-        self.pipe = FluxPipeline.from_pretrained(name, revision=revision or None, torch_dtype=dtype).to(DEVICE)
+        self.pipe = boot.to_gpu(FluxPipeline.from_pretrained(name, revision=revision or None, torch_dtype=dtype))
         self.lora = fused.FusedLora(self.pipe)
         # The first LoRA freezes the network anyway, and code that was compiled before does not fit a frozen one.
         self.pipe.transformer.requires_grad_(False)
-        with self.boot:
-            self.boot.compile(self.pipe.transformer)
+        with boot:
+            boot.compile(self.pipe.transformer)
             # With most other pipelines, guidance above 1 makes batches of two: warm up both kinds.
             for ratio in SIZES:
-                self.boot.warm_up(self.predict, prompt="a warm-up", aspect_ratio=ratio, num_inference_steps=2)
+                boot.warm_up(self.predict, prompt="a warm-up", aspect_ratio=ratio, num_inference_steps=2)
 
     def predict(
         self,
@@ -55,7 +56,7 @@ class Predictor(BasePredictor):
         print(f"seed: {seed}")
         noise = torch.Generator("cpu").manual_seed(seed)
         width, height = (round(PIXELS * part) for part in SIZES[aspect_ratio])
-        with torch.inference_mode(), self.boot.prediction() as prediction:
+        with torch.inference_mode(), boot.prediction() as prediction:
             self.lora.use(lora, lora_scale)
             inputs = {"num_inference_steps": int(num_inference_steps), "guidance_scale": guidance_scale}
             inputs |= {"width": width, "height": height, "generator": noise, "output_type": "np"}

@@ -20,7 +20,7 @@ class Output(BaseModel):
 class Predictor(BaseRunner):
     def setup(self) -> None:
         sources = [__file__, *map(Path(__file__).with_name, ("shared_layers.py", "recorded_layers.py"))]
-        with compile_cache.boot(MODEL, sources=sources) as self.boot:
+        with compile_cache.boot(MODEL, sources=sources, weights=True) as self.boot:
             with self.boot.importing():
                 import torch
                 from transformers import MaxLengthCriteria, WhisperForConditionalGeneration, WhisperProcessor
@@ -30,8 +30,8 @@ class Predictor(BaseRunner):
 
             name, _, revision = MODEL.partition("@")
             source = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
-            device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
-            self.model = WhisperForConditionalGeneration.from_pretrained(**source, dtype=dtype).to(device).eval()
+            dtype = torch.float16 if torch.cuda.is_available() else torch.float32
+            self.model = self.boot.to_gpu(WhisperForConditionalGeneration.from_pretrained(**source, dtype=dtype))
             self.processor = WhisperProcessor.from_pretrained(**source)
             self.boot.compile(record_steps(share_code(self.model)))
             # A few tokens are enough: the cache has its full length from the first one on.

@@ -24,7 +24,7 @@ KINDS = {
 
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        with compile_cache.boot(MODEL, sources=[__file__]) as self.boot:
+        with compile_cache.boot(MODEL, sources=[__file__], weights=True) as self.boot:
             with self.boot.importing():
                 import diffusers
                 import torch
@@ -32,9 +32,9 @@ class Predictor(BaseRunner):
             name, _, revision = MODEL.partition("@")
             model = {"pretrained_model_name_or_path": name, "revision": revision or None}
             kind, self.step, self.rate, exact = KINDS[diffusers.DiffusionPipeline.load_config(**model)["_class_name"]]
-            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
             dtypes = {"default": dtype, "vae": torch.float32 if exact else dtype}
-            self.text = diffusers.DiffusionPipeline.from_pretrained(**model, torch_dtype=dtypes).to(device)
+            self.text = self.boot.to_gpu(diffusers.DiffusionPipeline.from_pretrained(**model, torch_dtype=dtypes))
             self.image = getattr(diffusers, kind)(**self.text.components)  # from_pipe would cast all weights
             self.image.register_to_config(**self.text.config)
             self.noise = torch.Generator("cpu")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.early_weights import gpu_has_room
+from compile_cache.weights.early_weights import gpu_has_room
 from models.kernels.float8 import check_float8, scaled_linear, to_float8
 
 # The names of layers that see one row a picture: modulation, embeddings of the time and of the guidance. They multiply

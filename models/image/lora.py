@@ -33,7 +33,7 @@ from diffusers.utils.state_dict_utils import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from models.early_weights import gpu_has_room
+from compile_cache.weights.early_weights import gpu_has_room
 from models.image.lora_files import LoraError
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import nn
 
-from models import leave_out_foreign_lines
-from models.early_weights import EarlyWeights
+from compile_cache import Boot
+from models import leave_out_foreign_lines, load_to_gpu
 from models.image.lora import Loras
 from models.image.pictures import fit
 from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
@@ -85,21 +85,16 @@ def import_pipeline(model: str, revision: str | None) -> None:
         check_pipeline(pipeline)
 
 
-def load_pipeline(model: str, revision: str | None, device: torch.device, early: EarlyWeights | None = None) -> Any:
-    """Load a pipeline in bf16 to `device` as `DiffusionPipeline.from_pretrained` does, with the copies that `early`
-    has.
+def load_pipeline(model: str, revision: str | None, boot: Boot | None = None) -> Any:
+    """Load a pipeline in bf16 to the GPU, or in fp32 without one, as `DiffusionPipeline.from_pretrained` does.
 
     Raises:
         OSError: there is no such folder or repository, or a file is missing or damaged.
     """
-    load = partial(DiffusionPipeline.from_pretrained, model, revision=revision, dtype=torch.bfloat16)
-    if early is None or not early.has_copies:
-        if early is not None:
-            early.drop()
-        return load(device_map=device.type)
-    pipeline = load()
-    early.give(pipeline.components.values())
-    return pipeline.to(device)
+    load = partial(DiffusionPipeline.from_pretrained, model, revision=revision)
+    if not torch.cuda.is_available():
+        return load(dtype=torch.float32)
+    return load_to_gpu(partial(load, dtype=torch.bfloat16), boot)
 
 
 class DiffusionModel:
@@ -152,19 +147,15 @@ class DiffusionModel:
 
     @classmethod
     def load(
-        cls, model: str, revision: str | None, settings: ImageSettings, early: EarlyWeights | None = None
+        cls, model: str, revision: str | None, settings: ImageSettings, boot: Boot | None = None
     ) -> DiffusionModel:
-        """Load a folder or hub id: bf16 on the GPU where there is one, with `early` copies, else fp32 on the CPU.
+        """Load a folder or hub id: bf16 on the GPU where there is one, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
             ValueError: the pipeline cannot draw as the settings say, or not from a prompt.
         """
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-            pipeline = load_pipeline(model, revision, device, early)
-        else:
-            pipeline = DiffusionPipeline.from_pretrained(model, revision=revision, dtype=torch.float32)
+        pipeline = load_pipeline(model, revision, boot)
         return cls(pipeline, settings.image_sizes, settings.go_fast, settings.images)
 
     def networks(self) -> Iterator[tuple[nn.Module, Mapping[str, bool]]]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from models import leave_out_foreign_lines
-from models.early_weights import EarlyWeights
+from compile_cache import Boot
+from models import leave_out_foreign_lines, load_to_gpu
 from models.text.generation import Generator, Request
 from models.text.layers import most_positions
 from models.text.quantization import quantize
@@ -104,10 +104,8 @@ class TextModel:
         self.generator = Generator(model, cache_tokens, buckets)
 
     @classmethod
-    def load(
-        cls, model: str, revision: str | None, settings: TextSettings, early: EarlyWeights | None = None
-    ) -> TextModel:
-        """Load a folder or hub id: bf16 on the GPU where there is one, with `early` copies, else fp32 on the CPU.
+    def load(cls, model: str, revision: str | None, settings: TextSettings, boot: Boot | None = None) -> TextModel:
+        """Load a folder or hub id: bf16 on the GPU where there is one, else fp32 on the CPU.
 
         Raises:
             OSError: there is no such folder or repository.
@@ -115,7 +113,7 @@ class TextModel:
         """
         # The model comes first, because making it fills registries of transformers. Precompiled regions load at the
         # same time, and need them.
-        loaded = load_model(model, revision, early)
+        loaded = load_model(model, revision, boot)
         if settings.quantize:
             quantize(loaded, settings.quantize)
         return cls(loaded, AutoTokenizer.from_pretrained(model, revision=revision), settings)
@@ -189,8 +187,8 @@ class TextModel:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def load_model(model: str, revision: str | None, early: EarlyWeights | None = None) -> PreTrainedModel:
-    """Load a model to its device as `AutoModelForCausalLM.from_pretrained` does, with the copies that `early` has.
+def load_model(model: str, revision: str | None, boot: Boot | None = None) -> PreTrainedModel:
+    """Load a model in bf16 to the GPU, or in fp32 without one, as `AutoModelForCausalLM.from_pretrained` does.
 
     Raises:
         OSError: there is no such folder or repository, or a file is missing or damaged.
@@ -206,13 +204,7 @@ def load_model(model: str, revision: str | None, early: EarlyWeights | None = No
     load = partial(AutoModelForCausalLM.from_pretrained, model, revision=revision)
     if not torch.cuda.is_available():
         return load(dtype=torch.float32)
-    if early is None or not early.has_copies or _is_converted(config):
-        if early is not None:
-            early.drop()
-        return load(dtype=torch.bfloat16, device_map="cuda")
-    loaded = load(dtype=torch.bfloat16)
-    early.give([loaded])
-    return loaded.to("cuda")
+    return load_to_gpu(partial(load, dtype=torch.bfloat16), None if _is_converted(config) else boot)
 
 
 def _is_converted(config: Any) -> bool:

@@ -1,12 +1,4 @@
-"""Copies a model's weights to the GPU while Python still imports. It needs torch and safetensors: copy the file.
-
-    with EarlyWeights(folder) as early:       # before torch is imported: reads what is not in memory yet
-        import torch
-        early.begin(torch.device("cuda", 0))  # a thread copies while the rest is imported
-        from diffusers import FluxPipeline
-        pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
-        early.give(pipe.components.values())  # each weight takes its copy
-        pipe.to("cuda")                       # the rest
+"""Copies a model's weights to the GPU while Python still imports.
 
 `from_pretrained` maps the files into memory and reads almost nothing. Which weight is which is told by its place: the
 file and the offset that its memory is mapped from. What has no copy is left to the caller. No file may be cut short
@@ -18,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import json
-import logging
 import mmap
 import os
 import re
@@ -27,23 +17,19 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from compile_cache.errors import log
+from compile_cache.weights.weight_files import StoredTensor, read_header
 
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
-
-_DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
-_METADATA = "__metadata__"  # a file's only entry that is no tensor
 # Two chunks are pinned at a time, and few are read ahead, so that a limit of memory below the weights' size works. A
 # disk reads about 24 while torch is imported.
 _CHUNK_BYTES = 256 << 20
@@ -54,6 +40,7 @@ _READ_BYTES = 32 << 20
 _SPARE_BYTES = 4 << 30
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
 _LEAST_TAKEN = 0.9
+_LARGE_BYTES = 1 << 20
 # A private mapping of a file in proc_pid_smaps(5) that nobody has written to: addresses, offset and path.
 _MAPPING = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) ..[-x]p ([0-9a-f]+) \S+ \d+ +(/[^\\\n]*)\n"
@@ -61,65 +48,6 @@ _MAPPING = re.compile(
     re.MULTILINE,
 )
 _DELETED = b" (deleted)"
-
-
-def read_header(path: Path) -> dict[str, tuple[str, int, int]]:
-    """The tensors of a safetensors file by name: type, first byte and number of bytes in the file.
-
-    https://huggingface.co/docs/safetensors: 8 bytes little-endian length, then JSON, then the tensors without gaps.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is cut short or damaged.
-    """
-    try:
-        with safe_open(path, framework="numpy"):  # checks the whole header, and that it fits the file's size
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"{path} is cut short or damaged ({error}); download it again") from error
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(start - 8))
-    places = {name: (entry["dtype"], *entry["data_offsets"]) for name, entry in entries.items() if name != _METADATA}
-    return {name: (dtype, start + begin, end - begin) for name, (dtype, begin, end) in places.items()}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that `from_pretrained` reads of a model's or pipeline's folder, if each part has one file
-    or one index, and the files are there; else none. It quantizes or unpickles others, on the CPU and in memory."""
-    found: list[Path] = []
-    for part in _parts(folder):
-        single = [part / name for name in _SINGLE_FILES if (part / name).is_file()]
-        indexes = list(part.glob("*.safetensors.index.json"))
-        is_quantized = "quantization_config" in json.loads((part / "config.json").read_text())
-        if is_quantized or len(single) + len(indexes) != 1:
-            return []
-        for index in indexes:
-            single = [part / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        found += single
-    return found if all(path.is_file() for path in found) else []
-
-
-def _parts(folder: Path) -> list[Path]:
-    """The folders of the models of a pipeline that it loads, or the model's own."""
-    index = folder / "model_index.json"
-    if not index.is_file():
-        return [folder] if (folder / "config.json").is_file() else []
-    named = [name for name, value in json.loads(index.read_text()).items() if isinstance(value, list) and any(value)]
-    return [folder / name for name in named if (folder / name / "config.json").is_file()]
-
-
-def local_folder(model: str, revision: str | None) -> Path | None:
-    """A folder, or the hub's local copy of `model`, if there is one."""
-    if os.path.isdir(model):
-        return Path(model)
-    from huggingface_hub.constants import HF_HUB_CACHE  # imported alone, it takes milliseconds
-
-    cached, commit = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}"), revision or "main"
-    with contextlib.suppress(OSError, ValueError):
-        commit = (cached / "refs" / commit).read_text().strip()
-    folder = cached / "snapshots" / commit
-    return folder if re.fullmatch(r"[\w-]+", commit) and os.path.isdir(folder) else None
 
 
 # Real path and offset of a tensor's first byte.
@@ -175,14 +103,16 @@ class _Chunk:
         import torch
 
         memory = torch.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), dtype=torch.uint8)
-        memory = memory[self.pieces[0][2] - self._begin :]
         if targets[0].is_cuda:
-            error = torch.cuda.cudart().cudaHostRegister(self._address, self._size, _READ_ONLY)
+            error = _cudart().cudaHostRegister(self._address, self._size, _READ_ONLY)
             self._is_registered = not int(error)
             with contextlib.suppress(RuntimeError):  # else through the driver's memory, which takes longer
                 memory = memory if self._is_registered else memory.pin_memory()
-        sources = memory.split_with_sizes([count for *_, count in self.pieces])
-        torch._foreach_copy_(targets, list(sources), non_blocking=True)
+        sizes, end = list[int](), self._begin
+        for _, _, offset, count in self.pieces:  # what lies between them is not copied
+            sizes += [offset - end, count]
+            end = offset + count
+        torch._foreach_copy_(targets, list(memory.split_with_sizes(sizes)[1::2]), non_blocking=True)
         if targets[0].is_cuda:
             self._copied = torch.cuda.current_stream(targets[0].device).record_event()
         return self._is_registered
@@ -193,13 +123,18 @@ class _Chunk:
         if copied is not None:
             copied.synchronize()
         if self._is_registered:
-            import torch
-
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            _cudart().cudaHostUnregister(self._address)
             self._is_registered = False
         if self._address:
             _libc().munmap(self._address, self._size)
             self._address = 0
+
+
+def _cudart() -> Any:
+    import torch
+
+    cudart: Any = torch.cuda.cudart
+    return cudart()
 
 
 @functools.cache
@@ -213,62 +148,69 @@ def _libc() -> Any:
 
 
 class EarlyWeights:
-    """The weights of a folder on their way to the GPU. At the end of the context, what is left of them is freed.
+    """The weights of files on their way to the GPU, until `drop` frees what is left of them.
 
     If something stands in its way, it copies nothing, says so in the log, and the caller loads as ever.
     """
 
-    def __init__(self, folder: Path | None, dtype: str = "bfloat16", chunk_bytes: int = _CHUNK_BYTES) -> None:
-        """Begin to read files that are not in memory.
-
-        folder: None, or one that needs a cast to `dtype` (such as "float16"), or whose weights transformers makes into
-            others: no copies.
-        """
+    def __init__(self, find: Callable[[], list[Path]], chunk_bytes: int = _CHUNK_BYTES) -> None:
+        """Begin to read files that are not in memory. If `find` finds none yet, `begin` asks it again."""
+        self._find, self._chunk_bytes = find, chunk_bytes
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._device: torch.device | None = None
         self._files: dict[str, tuple[int, ...]] = {}
-        # Place and number of bytes of each tensor, and its copy once there is one.
-        self._tensors: list[tuple[_Place, int]] = []
+        # In the order of their places. The copy of each, once there is one, and how many of its bytes no weight has.
+        self._tensors: dict[_Place, StoredTensor] = {}
         self._copies: dict[_Place, torch.Tensor] = {}
+        self._left_bytes: dict[_Place, int] = {}
+        self._copied_bytes = self._taken_bytes = 0
+        self._why_not = "there are no safetensors files that from_pretrained loads as they are"
         self._chunks: list[_Chunk] = []
         self._reading: deque[Future[None]] = deque()
         self._readers = ThreadPoolExecutor(_READERS, "read weights")
+        self._plan()
+
+    def _plan(self) -> None:
+        """Find the files and their chunks, and begin to read."""
         with self._degrading("plan early copies of weights"):
-            self._chunks = self._plan(weight_files(folder), _DTYPE_NAMES[dtype], chunk_bytes) if folder else []
-            if self._chunks:
+            chunks = self._planned(self._find())
+            if chunks:
                 # It takes up to 1 s, in which torch lets no other thread run. It reads CUDA's variables.
                 os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does
                 self._readers.submit(lambda: ctypes.CDLL("libcuda.so.1").cuInit(0))
+            self._chunks = chunks
             for number in range(_AHEAD):
                 self._read_ahead(number)
 
-    def __enter__(self) -> EarlyWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.drop()
-
-    def _plan(self, paths: list[Path], dtype: str, chunk_bytes: int) -> list[_Chunk]:
-        """The chunks of these files; none if a weight is cast, or if transformers makes one of all experts' weights."""
+    def _planned(self, paths: list[Path]) -> list[_Chunk]:
+        """The chunks of these files, with the tensors that are loaded as they are there."""
         headers = {os.path.realpath(path): read_header(path) for path in paths}
-        for header in headers.values():
-            for name, (kind, _, _) in header.items():
-                if ".experts." in name or ("F" in kind and kind != dtype):
-                    return []
-        chunks = []
-        for path, header in headers.items():
-            self._files[path] = _identity(os.stat(path))
+        chunks: list[_Chunk] = []
+        all_bytes = sum(tensor.size_bytes for tensors in headers.values() for tensor in tensors)
+        kept_bytes = sum(tensor.size_bytes for tensors in headers.values() for tensor in tensors if tensor.is_kept)
+        if kept_bytes < all_bytes * _LEAST_TAKEN:
+            log.info(
+                "weights.cast %.3f of %.3f GB have copies made early. The rest is in fp32, or of experts, of which "
+                "from_pretrained makes other weights: store them as they are to be loaded.",
+                kept_bytes / 1e9,
+                all_bytes / 1e9,
+            )
+        files, planned = {path: _identity(os.stat(path)) for path in headers}, dict[_Place, StoredTensor]()
+        for path, tensors in headers.items():
             pieces: list[_Piece] = []
-            for offset, count in sorted((offset, count) for _, offset, count in header.values() if count):
-                for begin in range(0, count, chunk_bytes):
-                    piece = (len(self._tensors), begin, offset + begin, min(chunk_bytes, count - begin))
-                    if pieces and piece[2] + piece[3] - pieces[0][2] > chunk_bytes:
+            for tensor in filter(lambda each: each.is_kept, tensors):
+                for begin in range(0, tensor.size_bytes, self._chunk_bytes):
+                    count = min(self._chunk_bytes, tensor.size_bytes - begin)
+                    piece = (len(planned), begin, tensor.offset + begin, count)
+                    if pieces and piece[2] + piece[3] - pieces[0][2] > self._chunk_bytes:
                         chunks.append(_Chunk(path, pieces))
                         pieces = []
                     pieces.append(piece)
-                self._tensors.append(((path, offset), count))
+                planned[path, tensor.offset] = tensor
             if pieces:
                 chunks.append(_Chunk(path, pieces))
+        self._files, self._tensors = files, planned
         return chunks
 
     def _read_ahead(self, number: int) -> None:
@@ -280,11 +222,15 @@ class EarlyWeights:
 
         Call it once torch is imported.
         """
-        if self._reading and self._thread is None:
+        if self._thread is not None or self._stop.is_set():
+            return
+        if not self._chunks:
+            self._plan()
+        if self._reading:
             with self._degrading("copy weights early"):
                 thread = threading.Thread(target=self._run, args=(device,), name="early weights")
                 thread.start()
-                self._thread = thread
+                self._thread, self._device = thread, device
 
     @property
     def has_copies(self) -> bool:
@@ -307,17 +253,21 @@ class EarlyWeights:
         import torch
 
         began = time.perf_counter()
-        sizes = [count for _, count in self._tensors]
+        sizes = [tensor.size_bytes for tensor in self._tensors.values()]
         on_gpu = device.type == "cuda"
         if on_gpu and not gpu_has_room(sum(sizes)):
+            self._why_not = f"the GPU has no room for {sum(sizes) / 1e9:.1f} GB and 4 GiB beside them"
             return
         # torch's allocator splits up this one large block. One call, instead of thousands that wait for the thread that
         # imports, makes all tensors, each with memory of its own.
         torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         if on_gpu:  # nobody waits for it; after the last copy, it would take its time from the warm-up
+            from compile_cache.calls.first_calls import use_first
+
             threading.Thread(target=self._degrading("load libraries early")(use_first), args=(device,)).start()
         one_byte = torch.empty(1, dtype=torch.uint8, device=device)
-        copies = torch.split_with_sizes_copy(one_byte.expand(sum(sizes)), sizes)
+        split: Any = torch.split_with_sizes_copy
+        copies: list[torch.Tensor] = split(one_byte.expand(sum(sizes)), sizes)
         copying: deque[_Chunk] = deque()
         try:
             for number, chunk in enumerate(self._chunks):
@@ -336,43 +286,73 @@ class EarlyWeights:
         finally:
             for chunk in copying:
                 chunk.close()
-        self._copies = {place: copy for (place, _), copy in zip(self._tensors, copies, strict=True)}
+        self._copies = dict(zip(self._tensors, copies, strict=True))
+        self._left_bytes = dict(zip(self._tensors, sizes, strict=True))
+        self._copied_bytes = sum(sizes)
         seconds = time.perf_counter() - began
         log.info("weights.early gb=%.1f seconds=%.2f pinned=%s", sum(sizes) / 1e9, seconds, is_pinned)
 
     def give(self, modules: Iterable[Any]) -> None:
-        """Let each weight of `modules` that is mapped from a file and was not changed since take its copy; free the
-        other copies. Weights without one stay on the CPU."""
+        """Let each weight of `modules` that is mapped from a file and was not changed since take its copy. Weights
+        without one stay on the CPU. A large one frees a copy of as many numbers: it may be what became of those.
+        """
         import torch
 
         self._finish()
+        if not self._copied_bytes and self._why_not:
+            log.info("weights.not_early No copies were made early: %s.", self._why_not)
+            self._why_not = ""
         with self._degrading("use early copies of weights"):
             found = [module for module in modules if isinstance(module, torch.nn.Module)]
             weights = {id(weight): weight for one in found for weight in chain(one.parameters(), one.buffers())}
             for path, identity in self._files.items():
                 if self._copies and _identity(os.stat(path)) != identity:
+                    self._copies.clear()
                     raise OSError(f"{path} has changed")
-            taken_bytes, all_bytes = 0, sum(copy.nbytes for copy in self._copies.values())
             place_of = _mappings() if self._copies else lambda address, count: None
-            for weight in filter(is_plain, weights.values()):
-                place = place_of(weight.data_ptr(), weight.nbytes)
-                if place in self._copies and self._copies[place].nbytes == weight.nbytes:
-                    weight.data = self._copies.pop(place).view(weight.dtype).view(weight.shape)
-                    taken_bytes += weight.nbytes
-            if taken_bytes < all_bytes * _LEAST_TAKEN:
-                log.warning(
-                    "weights.early_unused Only %.3f of %.3f GB that were copied to the GPU early were used: the model "
-                    "has other weights than its files.",
-                    taken_bytes / 1e9,
-                    all_bytes / 1e9,
-                )
-        self._copies.clear()
+            places, other = sorted(self._copies), Counter[int]()
+            for weight in weights.values():
+                place = place_of(weight.data_ptr(), weight.nbytes) if is_plain(weight) else None
+                if (copy := self._taken(places, place, weight.nbytes)) is not None:
+                    weight.data = copy.view(weight.dtype).view(weight.shape)
+                    self._taken_bytes += weight.nbytes
+                elif weight.is_cpu and weight.nbytes >= _LARGE_BYTES:
+                    other[weight.numel()] += 1
+            for place in [*self._copies]:
+                if other[count := self._tensors[place].count] > 0:
+                    other[count] -= 1
+                    del self._copies[place]
+
+    def _taken(self, places: list[_Place], place: _Place | None, size_bytes: int) -> torch.Tensor | None:
+        """The copy of the bytes at a place, which may be a part of a tensor; None if there is none."""
+        number = bisect_right(places, place) - 1 if place is not None else -1
+        if place is None or number < 0 or (copy := self._copies.get(of := places[number])) is None:
+            return None
+        begin = place[1] - of[1]
+        if of[0] != place[0] or begin + size_bytes > copy.nbytes:
+            return None
+        self._left_bytes[of] -= size_bytes
+        if self._left_bytes[of] <= 0:
+            del self._copies[of]
+        return copy if size_bytes == copy.nbytes else copy[begin : begin + size_bytes].clone()
 
     def drop(self) -> None:
         """Stop the copying, and free the copies that no weight has taken."""
         self._stop.set()
         self._finish()
         self._copies.clear()
+
+    def end(self) -> None:
+        """The same, once all weights are on the GPU: tell if many copies were of no use."""
+        self.drop()
+        if self._taken_bytes < self._copied_bytes * _LEAST_TAKEN:
+            log.warning(
+                "weights.early_unused Only %.3f of %.3f GB that were copied to the GPU early were used. The others did "
+                "not go through boot.to_gpu(), or were cast as they loaded: load them in the dtype of their files.",
+                self._taken_bytes / 1e9,
+                self._copied_bytes / 1e9,
+            )
+        self._copied_bytes = 0
 
     def _finish(self) -> None:
         """Wait for the copying, and end all reading."""
@@ -388,7 +368,9 @@ class EarlyWeights:
         """A failure costs only speed."""
         try:
             yield
-        except Exception as error:  # the first line only: torch adds many, and a record would keep all copies alive
+        except Exception as error:
+            # The first line only: torch adds many, and a record would keep all copies alive.
+            self._why_not = ""
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             log.info("weights.early_failed Could not %s, so they load later. %s", what, reason)
 
@@ -399,38 +381,6 @@ def gpu_has_room(size_bytes: int) -> bool:
 
     free_bytes, _ = torch.cuda.mem_get_info()
     return free_bytes > size_bytes + _SPARE_BYTES
-
-
-def use_first(device: torch.device) -> None:
-    """Call once, in bf16, what diffusion models, language models and comparisons of their answers call.
-
-    Each takes 5 to 100 ms the first time, for libraries and kernels that CUDA loads then.
-    """
-    import torch
-    from torch.linalg import vector_norm as norm
-    from torch.nn import functional
-
-    with torch.inference_mode(), torch.cuda.device(device):
-        tokens = torch.zeros(512, 4096, device=device, dtype=torch.bfloat16)
-        exact, heads = tokens.float(), tokens.view(1, 512, 64, 64).transpose(1, 2)
-        picture, weight = tokens.view(1, 512, 64, 64), tokens.new_zeros(4096, 4096)
-        functional.linear(tokens, weight, weight[0])
-        functional.linear(tokens, weight)
-        functional.linear(exact[:8], exact)
-        functional.embedding(torch.zeros(1, 4, device=device, dtype=torch.long), weight)
-        functional.scaled_dot_product_attention(heads, heads, heads)  # cuDNN plans each kind for each thread
-        for each in (picture, picture.float()):
-            functional.conv2d(each, each.new_zeros(512, 512, 3, 3), padding=1)
-        functional.group_norm(picture, 32)
-        functional.interpolate(picture, scale_factor=2.0)
-        functional.layer_norm(tokens, (4096,))
-        functional.gelu(functional.silu(tokens), approximate="tanh").isnan().all()
-        exact.softmax(-1).mul(torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
-        torch.where(exact > 0, torch.log(exact), torch.min(exact, exact)).reciprocal()
-        torch.cat([tokens, tokens]).argmax(-1)
-        torch.stack([norm(tokens, dtype=torch.float32), norm(exact - exact)]).tolist()
-        noise = torch.Generator(device)  # the default one stays as it is
-        torch.randn(4, device=device, dtype=torch.float32, generator=noise).sin().cos().exp().sigmoid().cpu()
 
 
 def is_plain(weight: torch.Tensor) -> bool:
@@ -450,7 +400,11 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 def _mappings() -> Callable[[int, int], _Place | None]:
     """A function of an address and a number of bytes: the file and offset that they are mapped from and unchanged."""
     found = _MAPPING.findall(Path("/proc/self/smaps").read_bytes())
-    kept = [(*(int(part, 16) for part in parts), os.fsdecode(path)) for *parts, path in found if path[-10:] != _DELETED]
+    kept = [
+        (int(begin, 16), int(end, 16), int(offset, 16), os.fsdecode(path))
+        for begin, end, offset, path in found
+        if path[-10:] != _DELETED
+    ]
     kept.sort()
 
     def place_of(address: int, count: int) -> _Place | None:

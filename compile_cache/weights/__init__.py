@@ -1,0 +1,1 @@
+"""Weights on their way from files to the GPU, while Python imports."""

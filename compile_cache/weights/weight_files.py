@@ -1,0 +1,115 @@
+"""The safetensors files of a model, and what is in them. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from compile_cache.errors import log
+from compile_cache.key.model_version import hub_folder, split_revision
+
+# What `boot(weights=…)` takes.
+Weights = bool | str | Path | Sequence[str | Path]
+
+# https://huggingface.co/docs/safetensors/metadata_parsing
+_METADATA = "__metadata__"  # a file's only entry that is no tensor
+# A file of all weights (that of a part of them has -of- in its name), or an index; each of a variant, such as fp16.
+_WEIGHTS = re.compile(r"(?:model|diffusion_pytorch_model)(?:\.((?!.*-of-)[^.]+))?\.safetensors")
+_INDEX = re.compile(r"(?:model|diffusion_pytorch_model)\.safetensors\.index(?:\.([^.]+))?\.json")
+# What `from_pretrained` keeps as it is in the file. Floats of other sizes are cast.
+_KEPT = ("BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+# transformers makes one weight of all experts'.
+_EXPERT = ".experts."
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file: its first byte there, how many bytes, how many numbers, and whether these bytes can be what
+    `from_pretrained` loads, or it makes other ones of them."""
+
+    offset: int
+    size_bytes: int
+    count: int
+    is_kept: bool
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file that are not empty, in the order of their bytes.
+
+    https://huggingface.co/docs/safetensors: 8 bytes little-endian length, then JSON, then the tensors without gaps.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is cut short or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):  # checks the whole header, and that it fits the file's size
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is cut short or damaged ({error}); download it again") from error
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(start - 8))
+    found = []
+    for name, entry in entries.items():
+        if name != _METADATA:
+            begin, end = entry["data_offsets"]
+            is_kept = entry["dtype"] in _KEPT and _EXPERT not in name
+            found.append(StoredTensor(start + begin, end - begin, prod(entry["shape"]), is_kept))
+    return sorted((tensor for tensor in found if tensor.size_bytes), key=lambda tensor: tensor.offset)
+
+
+def find_files(model: str, weights: Weights) -> list[Path]:
+    """The files that `weights` names, each once: True is the model itself. A folder that is not there yet has none.
+
+    Raises:
+        OSError, ValueError: a config or index cannot be read.
+    """
+    given = [model] if weights is True else [weights] if isinstance(weights, str | Path) else weights or []
+    return list(dict.fromkeys(path for one in given for path in _files_of(str(one), model)))
+
+
+def _files_of(given: str, model: str) -> list[Path]:
+    """The files of a file's path, a model's folder, a cache of the hub that has `model`, or a hub id."""
+    if os.path.isfile(given):
+        return [Path(given)]
+    folder = Path(given) if os.path.isdir(given) else hub_folder(*split_revision(given))
+    if folder is not None and any(folder.glob("models--*")):
+        folder = hub_folder(*split_revision(model), cache=folder)
+    return [path for part in _parts(folder) for path in _files_of_part(part)] if folder is not None else []
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The folders of the models of a pipeline that it loads, or the model's own."""
+    index = folder / "model_index.json"
+    if not index.is_file():
+        return [folder] if (folder / "config.json").is_file() else []
+    named = [name for name, value in json.loads(index.read_text()).items() if isinstance(value, list) and any(value)]
+    return [folder / name for name in named if (folder / name / "config.json").is_file()]
+
+
+def _files_of_part(part: Path) -> list[Path]:
+    """The files that `from_pretrained` reads of a model's folder: those of its only variant, or of the only one without
+    a cast. None of a model that is quantized as it loads, or of a variant that is not there as a whole, or twice."""
+    if "quantization_config" in json.loads((part / "config.json").read_text()):
+        return []
+    variants: dict[str, list[list[Path]]] = {}
+    for path in sorted(part.glob("*model*.safetensors*")):
+        if found := _WEIGHTS.fullmatch(path.name):
+            variants.setdefault(found[1] or "", []).append([path])
+        elif found := _INDEX.fullmatch(path.name):
+            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            variants.setdefault(found[1] or "", []).append([part / name for name in names])
+    whole = {name: sets[0] for name, sets in variants.items() if len(sets) == 1 and all(map(Path.is_file, sets[0]))}
+    if len(whole) > 1:
+        whole = {name: files for name, files in whole.items() if any(each.is_kept for each in read_header(files[0]))}
+    if len(whole) > 1:
+        log.info("weights.ambiguous %s has several variants: name its files in boot(weights=[…])", part)
+    return next(iter(whole.values())) if len(whole) == 1 else []
