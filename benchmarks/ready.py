@@ -3,13 +3,15 @@
     python benchmarks/ready.py --model /tmp/flux1 --sizes 1024x1024 --rounds 5 --store /tmp/ready
     python benchmarks/ready.py --model /tmp/llama --text --rounds 5 --store /tmp/ready-llama
     python benchmarks/ready.py --model /tmp/flux1 --sizes 1024x1024 --kinds plain_to,warm --drop-pages --store /tmp/cold
+    python benchmarks/ready.py --model /tmp/flux1 --project examples/flux-lora --kinds twin,eager,warm --store /tmp/lora
 
 Each boot is a new server. `plain_to`, `plain_device_map` and `plain_parallel` are benchmarks/plain with `.to("cuda")`,
 `device_map="cuda"`, and the libraries' own parallel loading; `eager` and `warm` are predict.py without and with
 restored code, after a cold boot that fills the store. `run` is a first `cog run`: in a mount, with nothing stored.
-`--against` allows `eager_other` and `warm_other`, those of an older checkout; `--url` allows `warm_url`, restored from
-that store. Three requests follow each boot of
-predict.py. With --drop-pages, the weights leave the page cache before each boot, and eight threads that only read them
+With `--project`, they are of another predictor's folder, and `twin` is the same predictor with benchmarks/twin in place
+of the library. `--against` allows `eager_other` and `warm_other`, those of an older checkout; `--url` allows
+`warm_url`, restored from that store. Three requests follow each boot but the plain ones, of a `--project` if there are
+`--inputs`. With --drop-pages, the weights leave the page cache before each boot, and eight threads that only read them
 are timed first. Each boot is added to --out as a JSON line.
 """
 
@@ -58,13 +60,15 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
     of = "eager" if kind.startswith("eager") else "warm"
     environ = boot_environment(work, of, args.url if kind.endswith("_url") else work / "store", root)
     environ |= {"MODEL": str(model.folder), **model.variables}
+    if kind == "twin":
+        environ["PYTHONPATH"] = f"{ROOT / 'benchmarks' / 'twin'}{os.pathsep}{environ['PYTHONPATH']}"
     if kind.startswith("cold"):
         environ["COMPILE_CACHE_COLD_START"] = "block"
     environ |= {"COMPILE_CACHE_REPORT": str(report), "PLAIN": kind.removeprefix("plain_"), **_WAYS.get(kind, {})}
     if args.drop_pages:
         drop_pages(model.folder)
-    project = ROOT / "benchmarks" / "plain" if kind in _WAYS else root
-    predictor = f"predict.py:{'TextPredictor' if model.is_text else 'Predictor'}"
+    project = ROOT / "benchmarks" / "plain" if kind in _WAYS else args.project or root
+    predictor = args.predictor or f"predict.py:{'TextPredictor' if model.is_text else 'Predictor'}"
     server = CogServer(predictor, log, environ, project, (*_IN_MOUNT, str(mount)) if kind == "run" else ())
     began = time.monotonic()
     with server:
@@ -75,9 +79,11 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
                 raise SystemExit(f"the {kind} boot took more than {args.timeout:g} s; see {log}")
             time.sleep(_POLL_S)
         ready_s, requests = time.monotonic() - began, list[float]()
-        for _ in range(0 if kind in _WAYS else _REQUESTS):
+        for _ in range(0 if kind in _WAYS or not model.inputs else _REQUESTS):
             asked = time.monotonic()
-            server.predict(**model.inputs)
+            answer = server.predict(**model.inputs)
+            if answer["status"] != "succeeded":
+                raise SystemExit(f"a request of the {kind} boot failed: {answer}")
             requests.append(round(time.monotonic() - asked, 3))
         server.stop(signal.SIGTERM, 120)
     line: dict[str, Any] = {"kind": kind, "ready_s": ready_s, "requests": requests}
@@ -86,7 +92,8 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
         found = json.loads(report.read_text())
         line |= {"phases": found["phases"], "memory": found.get("device_peak_bytes"), "spans": found.get("spans")}
         line["regions"] = [region["settled"] for region in found["regions"]]
-    line["lines"] = [text for text in log.read_text().splitlines() if "plain:" in text or "weights.early" in text]
+    told = ("plain:", "twin:", "weights.", "warning")
+    line["lines"] = [text for text in log.read_text().splitlines() if any(part in text for part in told)]
     return line
 
 
@@ -139,6 +146,9 @@ def main() -> None:
     """Boot in turn, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
+    parser.add_argument("--project", type=Path, help="the folder of another predictor, which reads MODEL")
+    parser.add_argument("--predictor", help="its class, such as predict.py:Predictor")
+    parser.add_argument("--inputs", type=json.loads, help="of its requests, as JSON; none without")
     parser.add_argument("--against", type=Path, help="an older checkout")
     parser.add_argument("--url", help="a store, such as s3://bucket/folder")
     parser.add_argument("--kinds", default=",".join(KINDS))
@@ -150,7 +160,12 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=float("inf"))
     args, begun = parser.parse_args(), time.monotonic()
     args.store = args.store.resolve()
-    model, kinds = Model.of(args), args.kinds.split(",")
+    kinds = args.kinds.split(",")
+    if args.project:
+        args.project = args.project.resolve()
+        model = Model(args.model.resolve(), False, {}, args.inputs or {})
+    else:
+        model = Model.of(args)
     for kind in {kind.replace("warm", "cold") for kind in kinds if kind.startswith("warm")}:
         if not (args.store / kind).exists():
             print(boot(kind, model, args), flush=True)
@@ -168,7 +183,9 @@ def main() -> None:
         add_line(args.out, found)
         boots.append(found)
     by_kind = {kind: [one for one in boots if one["kind"] == kind] for kind in kinds}
-    plain = [median(one["ready_s"] for one in by_kind[kind]) for kind in kinds if kind in _WAYS and by_kind[kind]]
+    plain = [
+        median(one["ready_s"] for one in by_kind[kind]) for kind in kinds if kind in (*_WAYS, "twin") and by_kind[kind]
+    ]
     rows = [row(kind, found, min(plain, default=None)) for kind, found in by_kind.items() if found]
     columns = ("boot", "n", "READY, s", "over the fastest plain", "import, s", "weights, s", "warm-up, s")
     print(f"\n{markdown(columns, rows)}")

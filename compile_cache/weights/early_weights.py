@@ -164,7 +164,7 @@ class EarlyWeights:
         self._tensors: dict[_Place, StoredTensor] = {}
         self._copies: dict[_Place, torch.Tensor] = {}
         self._left_bytes: dict[_Place, int] = {}
-        self._copied_bytes = self._taken_bytes = 0
+        self._all_bytes = self._copied_bytes = self._taken_bytes = 0
         self._why_not = "there are no safetensors files that from_pretrained loads as they are"
         self._chunks: list[_Chunk] = []
         self._reading: deque[Future[None]] = deque()
@@ -187,15 +187,6 @@ class EarlyWeights:
         """The chunks of these files, with the tensors that are loaded as they are there."""
         headers = {os.path.realpath(path): read_header(path) for path in paths}
         chunks: list[_Chunk] = []
-        all_bytes = sum(tensor.size_bytes for tensors in headers.values() for tensor in tensors)
-        kept_bytes = sum(tensor.size_bytes for tensors in headers.values() for tensor in tensors if tensor.is_kept)
-        if kept_bytes < all_bytes * _LEAST_TAKEN:
-            log.info(
-                "weights.cast %.3f of %.3f GB have copies made early. The rest is in fp32, or of experts, of which "
-                "from_pretrained makes other weights: store them as they are to be loaded.",
-                kept_bytes / 1e9,
-                all_bytes / 1e9,
-            )
         files, planned = {path: _identity(os.stat(path)) for path in headers}, dict[_Place, StoredTensor]()
         for path, tensors in headers.items():
             pieces: list[_Piece] = []
@@ -211,6 +202,7 @@ class EarlyWeights:
             if pieces:
                 chunks.append(_Chunk(path, pieces))
         self._files, self._tensors = files, planned
+        self._all_bytes = sum(tensor.size_bytes for tensors in headers.values() for tensor in tensors)
         return chunks
 
     def _read_ahead(self, number: int) -> None:
@@ -258,6 +250,13 @@ class EarlyWeights:
         if on_gpu and not gpu_has_room(sum(sizes)):
             self._why_not = f"the GPU has no room for {sum(sizes) / 1e9:.1f} GB and 4 GiB beside them"
             return
+        if sum(sizes) < self._all_bytes * _LEAST_TAKEN:
+            log.info(
+                "weights.cast Only %.3f of %.3f GB are copied early. The rest is in fp32, or of experts, of which "
+                "from_pretrained makes other weights: store them as they are to be loaded.",
+                sum(sizes) / 1e9,
+                self._all_bytes / 1e9,
+            )
         # torch's allocator splits up this one large block. One call, instead of thousands that wait for the thread that
         # imports, makes all tensors, each with memory of its own.
         torch.empty(sum(sizes), dtype=torch.uint8, device=device)
