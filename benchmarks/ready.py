@@ -148,7 +148,7 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--project", type=Path, help="the folder of another predictor, which reads MODEL")
     parser.add_argument("--predictor", help="its class, such as predict.py:Predictor")
-    parser.add_argument("--inputs", type=json.loads, help="of its requests, as JSON; none without")
+    parser.add_argument("--inputs", type=Path, help="a JSON file with those of its requests; none without")
     parser.add_argument("--against", type=Path, help="an older checkout")
     parser.add_argument("--url", help="a store, such as s3://bucket/folder")
     parser.add_argument("--kinds", default=",".join(KINDS))
@@ -163,7 +163,7 @@ def main() -> None:
     kinds = args.kinds.split(",")
     if args.project:
         args.project = args.project.resolve()
-        model = Model(args.model.resolve(), False, {}, args.inputs or {})
+        model = Model(args.model.resolve(), False, {}, json.loads(args.inputs.read_text()) if args.inputs else {})
     else:
         model = Model.of(args)
     for kind in {kind.replace("warm", "cold") for kind in kinds if kind.startswith("warm")}:

@@ -79,6 +79,8 @@ def enlarge(folder: Path, dtype: str = "bfloat16", **sizes: Any) -> None:
     torch.set_default_dtype(getattr(torch, dtype))
     with torch.device("cuda"):
         network = made.from_config(config) if is_diffusers else made(made.config_class(**{**config, "dtype": dtype}))
+    for tiny in folder.glob("*.safetensors"):
+        tiny.unlink()
     network.save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
     if kept is not None:

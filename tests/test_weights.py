@@ -386,7 +386,9 @@ def test_the_only_variant_is_copied_or_the_only_one_that_is_in_half_precision(fo
     caplog.set_level(logging.INFO)
     with_variant(folder, "fp16", torch.float16, shard_size)
     assert find_files(str(folder), True) == []
-    assert caplog.text.count("has several variants: name its files in boot(weights=[…])") == len(parts_of(folder))
+    assert caplog.text.count("it has several sets of weights: name their files in boot(weights=[…])") == len(
+        parts_of(folder)
+    )
 
     for file in [*folder.glob("*/*.safetensors*")]:
         if "fp16" not in file.name and not file.name.endswith(".json"):

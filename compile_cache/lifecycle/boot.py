@@ -276,7 +276,9 @@ class Boot:
             import torch
 
             if torch.cuda.is_available():
-                self._weights.begin(torch.device("cuda", torch.cuda.current_device()))
+                from compile_cache.weights.early_weights import current_gpu
+
+                self._weights.begin(current_gpu())
 
     def _end_copying(self) -> None:
         """Free the copies that no weight has taken."""

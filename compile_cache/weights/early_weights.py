@@ -302,6 +302,9 @@ class EarlyWeights:
             log.info("weights.not_early No copies were made early: %s.", self._why_not)
             self._why_not = ""
         with self._degrading("use early copies of weights"):
+            if self._copies and self._device and self._device.type == "cuda" and self._device != current_gpu():
+                self._copies.clear()
+                raise RuntimeError(f"they are on {self._device}, and this thread uses another GPU")
             found = [module for module in modules if isinstance(module, torch.nn.Module)]
             weights = {id(weight): weight for one in found for weight in chain(one.parameters(), one.buffers())}
             for path, identity in self._files.items():
@@ -372,6 +375,13 @@ class EarlyWeights:
             self._why_not = ""
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             log.info("weights.early_failed Could not %s, so they load later. %s", what, reason)
+
+
+def current_gpu() -> torch.device:
+    """This thread's GPU."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def gpu_has_room(size_bytes: int) -> bool:

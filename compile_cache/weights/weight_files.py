@@ -96,10 +96,8 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _files_of_part(part: Path) -> list[Path]:
-    """The files that `from_pretrained` reads of a model's folder: those of its only variant, or of the only one without
-    a cast. None of a model that is quantized as it loads, or of a variant that is not there as a whole, or twice."""
-    if "quantization_config" in json.loads((part / "config.json").read_text()):
-        return []
+    """The files that `from_pretrained` reads of a model's folder, if they are told by their names alone: those of its
+    only variant, or of the only one without a cast. Otherwise none, and the log says why."""
     variants: dict[str, list[list[Path]]] = {}
     for path in sorted(part.glob("*model*.safetensors*")):
         if found := _WEIGHTS.fullmatch(path.name):
@@ -107,9 +105,19 @@ def _files_of_part(part: Path) -> list[Path]:
         elif found := _INDEX.fullmatch(path.name):
             names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
             variants.setdefault(found[1] or "", []).append([part / name for name in names])
-    whole = {name: sets[0] for name, sets in variants.items() if len(sets) == 1 and all(map(Path.is_file, sets[0]))}
-    if len(whole) > 1:
-        whole = {name: files for name, files in whole.items() if any(each.is_kept for each in read_header(files[0]))}
-    if len(whole) > 1:
-        log.info("weights.ambiguous %s has several variants: name its files in boot(weights=[…])", part)
-    return next(iter(whole.values())) if len(whole) == 1 else []
+    sets = [files for found in variants.values() for files in found]
+    if len(variants) > 1:
+        sets = [files for files in sets if files[0].is_file() and any(each.is_kept for each in read_header(files[0]))]
+    missing = [path for files in sets for path in files if not path.is_file()]
+    if "quantization_config" in json.loads((part / "config.json").read_text()):
+        why = "it is quantized as it loads"
+    elif len(sets) != 1:
+        why = (
+            "it has several sets of weights: name their files in boot(weights=[…])" if sets else "it has no safetensors"
+        )
+    elif missing:
+        why = f"{missing[0].name} is not there"
+    else:
+        return sets[0]
+    log.info("weights.left_out %s is not copied early: %s", part, why)
+    return []
