@@ -1,23 +1,34 @@
 """A predictor's plain twin: with this in place of the library, it does what its author would have written without it.
 
-The weights move by `.to("cuda")`, the warm-up calls the model once, and nothing is compiled. At READY, the most memory
-that the GPU held is printed.
+The weights move by `.to("cuda")`, the warm-up calls the model once, and nothing is compiled. At READY, it prints how
+long imports took, and the most memory that the GPU held.
 """
 
 import contextlib
 import inspect
 import sys
+import time
 
 
 class Boot(contextlib.AbstractContextManager):
     """The calls of `compile_cache.Boot` that examples and adopted predictors have."""
 
-    importing = timed = lambda self, *_: contextlib.nullcontext()
-
     def __exit__(self, *_):
         import torch
 
-        print(f"twin: {torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0} bytes", file=sys.stderr)
+        peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        print(f"twin: imports {self.import_s:.2f} s, {peak_bytes} bytes", file=sys.stderr)
+
+    @contextlib.contextmanager
+    def importing(self):
+        """Time the imports."""
+        began = time.perf_counter()
+        yield
+        self.import_s = time.perf_counter() - began
+
+    def timed(self, _):
+        """Time nothing."""
+        return contextlib.nullcontext()
 
     def to_gpu(self, model):
         """Move the model, if there is a GPU."""

@@ -307,6 +307,8 @@ class Boot:
                     self._begin_to_copy()
                     self._weights.give(moved.components.values() if hasattr(moved, "components") else [moved])
                 moved = moved.to("cuda")
+            elif self._weights is not None:
+                log.info("weights.not_early No copies were made early: there is no GPU.")
         self._is_loading = False
         return moved  # type: ignore[no-any-return]
 
