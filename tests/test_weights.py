@@ -576,7 +576,7 @@ def test_a_pipeline_is_what_from_pretrained_loads(folder, variant, tmp_path):
         with boot.importing():
             pass
         assert boot.copies_weights
-        pipeline = DiffusionPipeline.from_pretrained(folder, **options)
+        pipeline = DiffusionPipeline.from_pretrained(str(folder), **options)
         assert mapped(tensors([*parts(pipeline).values()]))
         assert boot.to_gpu(pipeline) is pipeline
         assert not boot._weights._copies
