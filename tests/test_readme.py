@@ -20,7 +20,6 @@ README = (PROJECT / "README.md").read_text()
 # What a reader of the README puts in the place of the README's own model. The demo model is a FLUX pipeline.
 MODEL = "black-forest-labs/FLUX.1-schnell@<commit>"
 OWN_PREDICTOR = {
-    '"cuda"': '"cpu"',
     "torch.bfloat16": "torch.float32",
     "height=1024, width=1024": "height=64, width=64",
     "num_inference_steps=4": "num_inference_steps=2",
@@ -58,7 +57,7 @@ def configuration(folder: Path, bucket: str) -> str:
 
 
 def write_own_predictor(folder: Path, bucket: str) -> None:
-    """As the README says: install the library's wheel, and add six lines to your predict.py."""
+    """As the README says: install the library's wheel, and add seven lines to your predict.py."""
     subprocess.run(["make", "-C", PROJECT, "wheel", f"PYTHON={sys.executable}"], check=True)
     wheel = PROJECT / "dist" / f"cog_compile_cache-{VERSION}-py3-none-any.whl"
     install = ["install", "--quiet", "--no-deps", "--target", folder / "site", wheel]
