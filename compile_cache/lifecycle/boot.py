@@ -97,6 +97,13 @@ def boot(
     return begun
 
 
+def has_gpu() -> bool:
+    """Whether torch, which is imported for this, can use a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _make_first_calls(path: Path, is_over: Callable[[], bool]) -> None:
     from compile_cache.calls.first_calls import make
 
@@ -203,7 +210,8 @@ class Boot:
             if self._weights is not None:
                 self._weights.drop()
             return
-        self._end_copying()
+        if self._weights is not None:
+            self._weights.end()
         if self._regions is None:
             self._join()
         elif "warm_up" in self.report.phases:
@@ -270,20 +278,8 @@ class Boot:
 
     def _begin_to_copy(self) -> None:
         """Copy weights from now on, if that was asked for and there is a GPU."""
-        if self._weights is None:
-            return
-        with self._degrading("copy weights early"):
-            import torch
-
-            if torch.cuda.is_available():
-                from compile_cache.weights.early_weights import current_gpu
-
-                self._weights.begin(current_gpu())
-
-    def _end_copying(self) -> None:
-        """Free the copies that no weight has taken."""
-        if self._weights is not None:
-            self._weights.end()
+        if self._weights is not None and has_gpu():
+            self._weights.begin()
 
     @property
     def copies_weights(self) -> bool:
@@ -300,9 +296,7 @@ class Boot:
         """
         moved: Any = model
         with self.timed("to_gpu"):
-            import torch
-
-            if torch.cuda.is_available():
+            if has_gpu():
                 if self._weights is not None:
                     self._begin_to_copy()
                     self._weights.give(moved.components.values() if hasattr(moved, "components") else [moved])
@@ -419,48 +413,38 @@ class Boot:
             self._warn("boot() is used without `with`, so nothing is stored, and nothing is compiled later")
         until_s = self._no_compile_begins_from()
 
-        notes = self._notes_of_first_calls()
+        noting = iter([self._noting_first_calls()])  # of the first round, which is eager
 
         def make_calls() -> None:
-            with self._noting(notes):
+            with next(noting, contextlib.nullcontext()):
                 call_as_cog(call, inputs)
 
         def warm_up() -> bool:
-            nonlocal notes
-            try:
-                if self._regions is not None:
-                    return self._regions.warm_up(make_calls, until_s)
-                make_calls()
-                return False
-            finally:
-                notes = None
+            if self._regions is not None:
+                return self._regions.warm_up(make_calls, until_s)
+            make_calls()
+            return False
 
-        self._end_copying()
+        if self._weights is not None:
+            self._weights.end()
         with self.timed("warm_up"):
             if not repeated(warm_up):
                 self._warn("after several rounds of the same input the warm-up still compiles; so may predictions")
 
-    def _notes_of_first_calls(self) -> Notes | None:
-        """Notes of the slow calls of a warm-up, for a model's thread of a boot that restored no code, on a GPU."""
-        torch: Any = sys.modules.get("torch")
+    @contextlib.contextmanager
+    def _noting_first_calls(self) -> Iterator[None]:
+        """On a GPU, write down which calls on the model's thread are slow, unless an earlier boot has done so."""
         path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
-        if path is None or path.exists() or self.report.restore.outcome == "hit" or not torch.cuda.is_available():
-            return self._notes
+        if self._thread is None or path is None or (path.exists() and self._notes is None) or not has_gpu():
+            yield
+            return
         from compile_cache.calls.first_calls import Notes
 
         self._notes = self._notes or Notes()
-        return self._notes
-
-    @contextlib.contextmanager
-    def _noting(self, notes: Notes | None) -> Iterator[None]:
-        """Write down the slow calls that are made on the model's thread."""
-        if notes is None or self._thread is None or (path := self.kept_file(_FIRST_CALLS)) is None:
-            yield
-            return
-        with self._thread.noting(notes):
+        with self._thread.noting(self._notes):
             yield
         with self._degrading("write down the slow first calls"):
-            path.write_text(str(notes))
+            path.write_text(str(self._notes))
 
     def _make_first_calls(self) -> None:
         """Make the calls that an earlier boot has written down, on the model's thread, while the weights load."""

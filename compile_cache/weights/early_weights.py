@@ -209,13 +209,12 @@ class EarlyWeights:
         if number < len(self._chunks):
             self._reading.append(self._readers.submit(self._chunks[number].read, self._stop))
 
-    def begin(self, device: torch.device) -> None:
-        """Copy on a thread, if `device` has room for all weights and 4 GiB more, and load what models use first.
-
-        Call it once torch is imported.
-        """
+    def begin(self, device: torch.device | None = None) -> None:
+        """Copy on a thread to `device`, or to this thread's GPU, if it has room for all weights and 4 GiB more. Load what
+        models use first, too. Call it once torch is imported."""
         if self._thread is not None or self._stop.is_set():
             return
+        device = device or _current_gpu()
         if not self._chunks:
             self._plan()
         if self._reading:
@@ -302,7 +301,7 @@ class EarlyWeights:
             log.info("weights.not_early No copies were made early: %s.", self._why_not)
             self._why_not = ""
         with self._degrading("use early copies of weights"):
-            if self._copies and self._device and self._device.type == "cuda" and self._device != current_gpu():
+            if self._copies and self._device and self._device.type == "cuda" and self._device != _current_gpu():
                 self._copies.clear()
                 raise RuntimeError(f"they are on {self._device}, and this thread uses another GPU")
             found = [module for module in modules if isinstance(module, torch.nn.Module)]
@@ -377,7 +376,7 @@ class EarlyWeights:
             log.info("weights.early_failed Could not %s, so they load later. %s", what, reason)
 
 
-def current_gpu() -> torch.device:
+def _current_gpu() -> torch.device:
     """This thread's GPU."""
     import torch
 
