@@ -210,8 +210,8 @@ class EarlyWeights:
             self._reading.append(self._readers.submit(self._chunks[number].read, self._stop))
 
     def begin(self, device: torch.device | None = None) -> None:
-        """Copy on a thread to `device`, or to this thread's GPU, if it has room for all weights and 4 GiB more; and load
-        what models use first. Call it once torch is imported."""
+        """Copy on a thread to `device`, or to this thread's GPU, if it has room for all weights and 4 GiB more. Call it
+        once torch is imported. What models use first is loaded, too."""
         if self._thread is not None or self._stop.is_set():
             return
         device = device or _current_gpu()
