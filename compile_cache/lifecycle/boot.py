@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from compile_cache import child_process
 from compile_cache.errors import CompileCacheError, SettingsError, attempt, log
 from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
@@ -75,6 +74,7 @@ def boot(
     Raises:
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, `sources` is no list, or a path in it does not exist.
     """
+    from compile_cache import child_process
     from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user, resolve_cold_start, show_log
 
     show_log()
