@@ -215,3 +215,44 @@ def test_the_first_boot_notes_what_was_slow_and_the_next_one_calls_it_beside_the
     }
     assert told == "2"
     assert second.stdout.splitlines()[0] == "True"
+
+
+def test_operators_of_higher_order_run_while_calls_are_noted():
+    """As of `flex_attention` and `torch.cond`, which torch makes of their functions without a compile of the model."""
+
+    def choose(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    one = torch.ones(3)
+    with Notes(0.0):
+        assert torch.equal(choose(one), one.sin())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:.*quantiz")
+def test_calls_with_tensors_that_are_not_plain_are_left_out():
+    """Some have no strides. Zeros in place of the others would be other calls, and fail."""
+    rows = torch.eye(4).to_sparse_csr()
+    codes = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+
+    def multiply(_: object) -> None:
+        rows @ torch.ones(4, 4)
+        codes.dequantize()
+        torch.ones(4, 4).to_mkldnn().to_dense()
+
+    make_calls(slow_calls(multiply, [None]))
+
+
+def test_a_call_that_fails_with_zeros_is_left_out_and_the_others_are_made():
+    """Else no boot would make what is noted after it, and each one would write the notes anew."""
+
+    def invert(one: torch.Tensor) -> None:
+        torch.linalg.inv(one)
+        one.cumsum(0)
+
+    noted = slow_calls(invert, [torch.eye(2)])
+    calls = sorted(json.loads(noted), key=lambda call: "inv" not in call[0])
+    assert "inv" in calls[0][0]
+    with Seen() as made:
+        make_calls(json.dumps(calls))
+    assert "aten.cumsum.default" in [name for name, _ in made.calls]

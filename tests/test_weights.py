@@ -627,3 +627,127 @@ def test_other_folders_of_a_model_are_not_read(folder):
     write_files(folder, {"vae/onnx/config.json": b"{}"})
 
     assert find_files(str(folder / "vae"), True) == [folder / DECODER]
+
+
+# What a weight, a module or a host may be besides.
+
+
+def save_one(folder: Path, **weights: torch.Tensor) -> Path:
+    file = folder / "one.safetensors"
+    save_file(weights, file)
+    return file
+
+
+def test_copies_that_cannot_be_given_are_freed_before_the_weights_are_moved(tmp_path, caplog):
+    """Else both sets would be on the GPU: here the file is gone."""
+    caplog.set_level(logging.INFO)
+    file = save_one(tmp_path, large=torch.ones(1000, dtype=torch.bfloat16))
+    with begun(file) as early:
+        module = module_of(load_file(file))
+        early._finish()
+        file.unlink()
+        assert taken(early, [module]) == 0
+        assert not early._copies
+    assert "weights.early_failed Could not use early copies of weights" in caplog.text
+
+
+@pytest.mark.parametrize("odd", [torch.eye(4).to_sparse(), torch.nn.parameter.UninitializedBuffer()])
+def test_a_sparse_or_lazy_tensor_does_not_keep_the_others_from_their_copies(tmp_path, odd):
+    file = save_one(tmp_path, weight=torch.ones(4).half())
+    with begun(file) as early:
+        module, other = module_of(load_file(file)), nn.Module()
+        other.register_buffer("odd", odd)
+        early.give([other, module])
+        assert mapped([module.weight_0]) == 0
+
+
+def test_a_weight_keeps_its_strides(tmp_path):
+    """A column that was transposed is contiguous in whichever strides."""
+    file = save_one(tmp_path, column=torch.ones(5, 1).half())
+    with begun(file) as early:
+        module = module_of({"row": load_file(file)["column"].T})
+        assert taken(early, [module]) == 1
+    assert module.weight_0.stride() == (1, 1)
+
+
+def test_weights_that_come_after_the_warm_up_are_not_said_to_have_no_files(saved, caplog):
+    """The copies were there, or were still on their way."""
+    caplog.set_level(logging.INFO)
+    for finish in (EarlyWeights._finish, EarlyWeights.drop):
+        with begun(saved) as early:
+            finish(early)
+            early.end()
+            early.give(load(saved))
+    assert "there are no safetensors files" not in caplog.text
+
+
+def test_a_failure_is_told_once(tmp_path, caplog):
+    """Not again at the imports, nor when the model is moved."""
+    caplog.set_level(logging.INFO)
+    (tmp_path / "damaged.safetensors").write_bytes(b"x")
+    with begun(tmp_path / "damaged.safetensors") as early:
+        early.begin(CPU)
+        early.give([])
+    assert len(caplog.records) == 1
+
+
+def test_a_chunk_whose_reader_could_not_begin_is_not_copied(saved, monkeypatch, caplog):
+    """Its memory is not mapped, so the process would end. Threads start again before the copying begins."""
+    caplog.set_level(logging.INFO)
+    submit, calls = early_weights.ThreadPoolExecutor.submit, iter(range(1000))
+
+    def refuse_the_third(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("can't start new thread")
+        return submit(*args)
+
+    monkeypatch.setattr(early_weights.ThreadPoolExecutor, "submit", refuse_the_third)
+    with begun(saved, chunk_bytes=1000) as early:
+        assert len(early._chunks) > early_weights._AHEAD + 1
+        assert taken(early, load(saved)) == 0
+    assert "weights.early_failed Could not copy weights early" in caplog.text
+
+
+def test_a_gpu_that_fails_at_the_first_question_costs_only_speed(saved, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(early_weights, "_current_gpu", mock.Mock(side_effect=RuntimeError("CUDA in a forked process")))
+    early = early_of(saved)
+    early.begin()
+    early.drop()
+    assert "CUDA in a forked process" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, lambda parts: nn.ModuleDict({"only": parts[0]}), list])
+def test_a_module_with_components_of_its_own_is_no_pipeline(tmp_path, kind, monkeypatch):
+    file = save_one(tmp_path, first=torch.ones(4).half(), second=torch.ones(4).half())
+    monkeypatch.setattr("compile_cache.lifecycle.boot.has_gpu", lambda: True)
+    monkeypatch.setattr(early_weights, "_current_gpu", lambda: CPU)
+    environ = {"COMPILE_CACHE_DIR": str(tmp_path / "cache"), "COMPILE_CACHE_STORE": "off"}
+    with compile_cache.boot("org/name", weights=[file], environ=environ) as boot:
+        first, second = (module_of({"only": weight}) for weight in load_file(file).values())
+        first.components = kind([second])
+        monkeypatch.setattr(first, "to", lambda _device: first)
+        boot.to_gpu(first)
+    assert mapped([first.weight_0]) == 0
+
+
+@pytest.mark.xfail(strict=True, reason="only a large weight of as many numbers frees a copy")
+def test_weights_that_were_joined_as_they_loaded_free_their_copies(tmp_path):
+    """As transformers joins the experts of Step 3 and the gates of MiniMax M3. Else both sets are on the GPU, which has
+    room for one and 4 GiB, and `.to("cuda")` fails."""
+    file = save_one(tmp_path, **{name: torch.ones(1 << 20, dtype=torch.bfloat16) for name in ("gate_proj", "up_proj")})
+    with begun(file) as early:
+        early.give([module_of({"gate_up_proj": torch.cat([*load_file(file).values()])})])
+        assert not early._copies
+
+
+@pytest.mark.xfail(strict=True, reason="the file's times tell of its first such write only")
+def test_weights_that_a_mapping_of_their_file_changed_are_what_they_were_when_they_loaded(tmp_path):
+    """A page that was written to before the boot may be written to again without a change of the file's times."""
+    file = save_one(tmp_path, weight=torch.ones(1000).half())
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as writing:
+        writing[-2000:] = b"1" * 2000
+        with begun(file) as early:
+            early._finish()
+            writing[-2000:] = b"2" * 2000
+            taken(early, [module_of(load_file(file))])

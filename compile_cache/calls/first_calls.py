@@ -52,15 +52,18 @@ def make(path: Path, is_over: Callable[[], bool]) -> None:
 
 @torch.inference_mode()
 def make_calls(noted: str, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Make calls of torch's own operators with zeros, unless it `is_over`.
+    """Make calls of torch's own operators with zeros, unless it `is_over`. Those that fail with zeros, as an inverse
+    does, or for want of memory, are left to the model.
 
     Raises:
-        Exception: any of a call, or these are none.
+        Exception: these are no calls.
     """
     for name, *inputs in json.loads(noted):
         if not is_over():
-            args, kwargs = _made(inputs)
-            find(f"torch.ops:aten.{name}")(*args, **kwargs)
+            operator = find(f"torch.ops:aten.{name}")
+            with contextlib.suppress(RuntimeError):
+                args, kwargs = _made(inputs)
+                operator(*args, **kwargs)
 
 
 class Notes(TorchDispatchMode):
@@ -68,6 +71,9 @@ class Notes(TorchDispatchMode):
 
     The library's own code is `left_out`.
     """
+
+    # Of the calls that a call of these makes, none is noted: they are made as without notes.
+    supports_higher_order_operators = True
 
     def __init__(self, least_s: float = _LEAST_S) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,9 +88,7 @@ class Notes(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         seconds = time.perf_counter() - began
         space, _, name = str(operator).partition(".")
-        # Attention has this tag for its dropout, which no inference has.
-        is_random = torch.Tag.nondeterministic_seeded in operator.tags and "dot_product" not in name
-        if seconds >= self._least_s and space == "aten" and not (is_random or name.startswith("_assert")):
+        if seconds >= self._least_s and space == "aten" and not _is_left_out(operator, name):
             with contextlib.suppress(TypeError):  # it has a generator, or another object
                 self._seconds.setdefault(json.dumps([name, args, kwargs or {}], default=_described), seconds)
         return result
@@ -119,6 +123,13 @@ class Notes(TorchDispatchMode):
     def __str__(self) -> str:
         """JSON, slowest first: names, arguments, and of tensors their sizes and strides."""
         return f"[{', '.join(sorted(self._seconds, key=self._seconds.__getitem__, reverse=True))}]"
+
+
+def _is_left_out(operator: Any, name: str) -> bool:
+    """Whether an operator of torch is random or checks values. Attention has the tag of random ones for its dropout,
+    which no inference has."""
+    is_random = torch.Tag.nondeterministic_seeded in operator.tags and "dot_product" not in name
+    return is_random or name.startswith("_assert")
 
 
 def are_taken() -> bool:
@@ -186,8 +197,14 @@ def use_first(device: torch.device) -> None:
         torch.randn(4, device=device, dtype=torch.float32, generator=noise).sin().cos().exp().sigmoid().cpu()
 
 
-def _described(value: object) -> dict[str, Any]:
-    if not isinstance(value, torch.Tensor):
+def _described(value: Any) -> dict[str, Any]:
+    """A plain tensor. Of others, such as sparse and quantized ones, zeros would be another call.
+
+    Raises:
+        TypeError: it is none.
+    """
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not is_plain or value.is_nested or value.is_quantized:
         raise TypeError
     dtype, device = str(value.dtype).removeprefix("torch."), value.device.type
     return {"sizes": value.shape, "strides": value.stride(), "dtype": dtype, "device": device}

@@ -299,7 +299,8 @@ class Boot:
             if has_gpu():
                 if self._weights is not None:
                     self._begin_to_copy()
-                    self._weights.give(moved.components.values() if hasattr(moved, "components") else [moved])
+                    parts = getattr(moved, "components", None)  # of a pipeline; a module may have any other thing there
+                    self._weights.give([moved, *(parts.values() if isinstance(parts, Mapping) else ())])
                 moved = moved.to("cuda")
             elif self._weights is not None:
                 log.info("weights.not_early No copies were made early: there is no GPU.")

@@ -167,7 +167,7 @@ class EarlyWeights:
         self._all_bytes = self._copied_bytes = self._taken_bytes = 0
         self._why_not = "there are no safetensors files that from_pretrained loads as they are"
         self._chunks: list[_Chunk] = []
-        self._reading: deque[Future[None]] = deque()
+        self._reading: dict[int, Future[None]] = {}  # by chunk
         self._readers = ThreadPoolExecutor(_READERS, "read weights")
         self._plan()
 
@@ -202,23 +202,25 @@ class EarlyWeights:
             if pieces:
                 chunks.append(_Chunk(path, pieces))
         self._files, self._tensors = files, planned
+        if chunks:
+            self._why_not = "boot.to_gpu() was called after the warm-up"
         self._all_bytes = sum(tensor.size_bytes for tensors in headers.values() for tensor in tensors)
         return chunks
 
     def _read_ahead(self, number: int) -> None:
         if number < len(self._chunks):
-            self._reading.append(self._readers.submit(self._chunks[number].read, self._stop))
+            self._reading[number] = self._readers.submit(self._chunks[number].read, self._stop)
 
     def begin(self, device: torch.device | None = None) -> None:
         """Copy on a thread to `device`, or to this thread's GPU, if it has room for all weights and 4 GiB more. Call it
         once torch is imported. What models use first is loaded, too."""
         if self._thread is not None or self._stop.is_set():
             return
-        device = device or _current_gpu()
-        if not self._chunks:
+        if not self._chunks and self._why_not:  # else it failed
             self._plan()
         if self._reading:
             with self._degrading("copy weights early"):
+                device = device or _current_gpu()
                 thread = threading.Thread(target=self._run, args=(device,), name="early weights")
                 thread.start()
                 self._thread, self._device = thread, device
@@ -269,7 +271,7 @@ class EarlyWeights:
         copying: deque[_Chunk] = deque()
         try:
             for number, chunk in enumerate(self._chunks):
-                self._reading.popleft().result()
+                self._reading.pop(number).result()
                 if self._stop.is_set():
                     return
                 targets = [
@@ -286,7 +288,7 @@ class EarlyWeights:
                 chunk.close()
         self._copies = dict(zip(self._tensors, copies, strict=True))
         self._left_bytes = dict(zip(self._tensors, sizes, strict=True))
-        self._copied_bytes = sum(sizes)
+        self._copied_bytes, self._why_not = sum(sizes), ""
         seconds = time.perf_counter() - began
         log.info("weights.early gb=%.1f seconds=%.2f pinned=%s", sum(sizes) / 1e9, seconds, is_pinned)
 
@@ -294,35 +296,47 @@ class EarlyWeights:
         """Let each weight of `modules` that is mapped from a file and was not changed since take its copy. Weights
         without one stay on the CPU. A large one frees a copy of as many numbers: it may be what became of those.
         """
-        import torch
-
         self._finish()
         if not self._copied_bytes and self._why_not:
             log.info("weights.not_early No copies were made early: %s.", self._why_not)
             self._why_not = ""
         with self._degrading("use early copies of weights"):
-            if self._copies and self._device and self._device.type == "cuda" and self._device != _current_gpu():
-                self._copies.clear()
-                raise RuntimeError(f"they are on {self._device}, and this thread uses another GPU")
-            found = [module for module in modules if isinstance(module, torch.nn.Module)]
-            weights = {id(weight): weight for one in found for weight in chain(one.parameters(), one.buffers())}
-            for path, identity in self._files.items():
-                if self._copies and _identity(os.stat(path)) != identity:
-                    self._copies.clear()
-                    raise OSError(f"{path} has changed")
-            place_of = _mappings() if self._copies else lambda address, count: None
-            places, other = sorted(self._copies), Counter[int]()
-            for weight in weights.values():
-                place = place_of(weight.data_ptr(), weight.nbytes) if is_plain(weight) else None
-                if (copy := self._taken(places, place, weight.nbytes)) is not None:
-                    weight.data = copy.view(weight.dtype).view(weight.shape)
-                    self._taken_bytes += weight.nbytes
-                elif weight.is_cpu and weight.nbytes >= _LARGE_BYTES:
-                    other[weight.numel()] += 1
-            for place in [*self._copies]:
-                if other[count := self._tensors[place].count] > 0:
-                    other[count] -= 1
-                    del self._copies[place]
+            try:
+                self._give(modules)
+            except Exception:
+                self._copies.clear()  # the caller moves what has none
+                raise
+
+    def _give(self, modules: Iterable[Any]) -> None:
+        """Raises:
+        OSError: a file has changed.
+        RuntimeError: the copies are on another GPU.
+        """
+        import torch
+
+        if self._copies and self._device and self._device.type == "cuda" and self._device != _current_gpu():
+            raise RuntimeError(f"they are on {self._device}, and this thread uses another GPU")
+        found = [module for module in modules if isinstance(module, torch.nn.Module)]
+        weights = {id(weight): weight for one in found for weight in chain(one.parameters(), one.buffers())}
+        for path, identity in self._files.items():
+            if self._copies and _identity(os.stat(path)) != identity:
+                raise OSError(f"{path} has changed")
+        place_of = _mappings() if self._copies else lambda address, count: None
+        places, other = sorted(self._copies), Counter[int]()
+        for weight in weights.values():
+            size_bytes = weight.nbytes if weight.layout is torch.strided else 0  # a sparse one has none
+            place = place_of(weight.data_ptr(), size_bytes) if is_plain(weight) else None
+            if (copy := self._taken(places, place, size_bytes)) is not None:
+                # With its strides, as `.to` makes it.
+                taken = torch.empty(0, dtype=weight.dtype, device=copy.device)
+                weight.data = taken.set_(copy.untyped_storage(), 0, weight.shape, weight.stride())
+                self._taken_bytes += size_bytes
+            elif weight.is_cpu and size_bytes >= _LARGE_BYTES:
+                other[weight.numel()] += 1
+        for place in [*self._copies]:
+            if other[count := self._tensors[place].count] > 0:
+                other[count] -= 1
+                del self._copies[place]
 
     def _taken(self, places: list[_Place], place: _Place | None, size_bytes: int) -> torch.Tensor | None:
         """The copy of the bytes at a place, which may be a part of a tensor; None if there is none."""
