@@ -8,10 +8,10 @@
 Each boot is a new server. `plain_to`, `plain_device_map` and `plain_parallel` are benchmarks/plain with `.to("cuda")`,
 `device_map="cuda"`, and the libraries' own parallel loading; `eager` and `warm` are predict.py without and with
 restored code, after a cold boot that fills the store. `run` is a first `cog run`: in a mount, with nothing stored.
-With `--project`, they are of another predictor's folder, and `twin` is the same predictor with benchmarks/twin in place
-of the library. `--against` allows `eager_other` and `warm_other`, those of an older checkout; `--url` allows
-`warm_url`, restored from that store. Three requests follow each boot but the plain ones, of a `--project` if there are
-`--inputs`. With --drop-pages, the weights leave the page cache before each boot, and eight threads that only read them
+`--project` boots the predictor in another folder instead; `twin` is that one with benchmarks/twin in place of the
+library. `--against` allows `eager_other` and `warm_other`, those of an older checkout; `--url` allows `warm_url`,
+restored from that store. Three requests follow each boot of predict.py, and of a `--project` with `--inputs`. With
+--drop-pages, the weights leave the page cache before each boot, and eight threads that only read them
 are timed first. Each boot is added to --out as a JSON line.
 """
 
@@ -148,7 +148,7 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--project", type=Path, help="the folder of another predictor, which reads MODEL")
     parser.add_argument("--predictor", help="its class, such as predict.py:Predictor")
-    parser.add_argument("--inputs", type=Path, help="a JSON file with those of its requests; none without")
+    parser.add_argument("--inputs", type=Path, help="a JSON file with the inputs of each request, if any is to be sent")
     parser.add_argument("--against", type=Path, help="an older checkout")
     parser.add_argument("--url", help="a store, such as s3://bucket/folder")
     parser.add_argument("--kinds", default=",".join(KINDS))

@@ -9,14 +9,20 @@ from typing import Any
 from compile_cache import Boot
 
 
-def load_to_gpu(load: Callable[..., Any], boot: Boot | None) -> Any:
-    """What `load`, a `from_pretrained`, returns, on the GPU, with the copies of weights that `boot` has. Without any,
-    weights that need a cast load faster by `device_map`.
+def load_to_device(load: Callable[..., Any], boot: Boot | None) -> Any:
+    """What `load`, a `from_pretrained`, returns: in bf16 on the GPU, or in fp32 without one. Where `boot` has no copies
+    of weights, `device_map` is faster.
 
     Raises:
         Exception: any of `load`.
     """
-    return boot.to_gpu(load()) if boot is not None and boot.copies_weights else load(device_map="cuda")
+    import torch
+
+    if not torch.cuda.is_available():
+        return load(dtype=torch.float32)
+    if boot is not None and boot.copies_weights:
+        return boot.to_gpu(load(dtype=torch.bfloat16))
+    return load(dtype=torch.bfloat16, device_map="cuda")
 
 
 def leave_out_foreign_lines() -> None:

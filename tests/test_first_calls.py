@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compile_cache
-from compile_cache.calls.first_calls import Notes, make, make_calls
+from compile_cache.calls.first_calls import Notes, make
 from compile_cache.errors import SettingsError
 
 PICTURE = torch.zeros(1, 3, 8, 8)
@@ -35,6 +37,13 @@ def slow_calls(run: Callable[[Any], object], plan: list[Any], least_s: float = 0
         for inputs in plan:
             run(inputs)
     return str(notes)
+
+
+def make_calls(noted: str, is_over: Callable[[], bool] = lambda: False) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "first_calls.json")
+        path.write_text(noted)
+        make(path, is_over)
 
 
 class Seen(TorchDispatchMode):
@@ -176,7 +185,7 @@ from torch import nn
 from compile_cache.calls import first_calls
 
 first_calls.Notes.__init__.__defaults__, made = (0.0,), []
-first_calls.make_calls = lambda noted, is_over: made.append((noted, is_over()))
+first_calls.make = lambda path, is_over: made.append((path.read_text(), is_over()))
 block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU())
 
 @torch.inference_mode()

@@ -729,25 +729,3 @@ def test_a_module_with_components_of_its_own_is_no_pipeline(tmp_path, kind, monk
         monkeypatch.setattr(first, "to", lambda _device: first)
         boot.to_gpu(first)
     assert mapped([first.weight_0]) == 0
-
-
-@pytest.mark.xfail(strict=True, reason="only a large weight of as many numbers frees a copy")
-def test_weights_that_were_joined_as_they_loaded_free_their_copies(tmp_path):
-    """As transformers joins the experts of Step 3 and the gates of MiniMax M3. Else both sets are on the GPU, which has
-    room for one and 4 GiB, and `.to("cuda")` fails."""
-    file = save_one(tmp_path, **{name: torch.ones(1 << 20, dtype=torch.bfloat16) for name in ("gate_proj", "up_proj")})
-    with begun(file) as early:
-        early.give([module_of({"gate_up_proj": torch.cat([*load_file(file).values()])})])
-        assert not early._copies
-
-
-@pytest.mark.xfail(strict=True, reason="the file's times tell of its first such write only")
-def test_weights_that_a_mapping_of_their_file_changed_are_what_they_were_when_they_loaded(tmp_path):
-    """A page that was written to before the boot may be written to again without a change of the file's times."""
-    file = save_one(tmp_path, weight=torch.ones(1000).half())
-    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as writing:
-        writing[-2000:] = b"1" * 2000
-        with begun(file) as early:
-            early._finish()
-            writing[-2000:] = b"2" * 2000
-            taken(early, [module_of(load_file(file))])

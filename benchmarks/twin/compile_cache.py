@@ -1,4 +1,4 @@
-"""A predictor's plain twin: with this in place of the library, it does what its author would have written without it.
+"""Stands in for the library, so that a predictor boots as its author would have written it without.
 
 The weights move by `.to("cuda")`, the warm-up calls the model once, and nothing is compiled. At READY, it prints how
 long imports took, and the most memory that the GPU held.
@@ -47,9 +47,12 @@ class Boot(contextlib.AbstractContextManager):
         if inspect.isgenerator(result):
             list(result)
 
+    def call(self, function, *args, **kwargs):
+        """Call `function`, as the model's thread would."""
+        return function(*args, **kwargs)
+
     def model_thread(self):
-        """An object whose `call` calls."""
-        self.call = lambda function, *args, **kwargs: function(*args, **kwargs)
+        """This object, whose `call` calls."""
         return self
 
     @contextlib.contextmanager

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.linalg import vector_norm as norm
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_cache.importable import find
@@ -27,52 +29,43 @@ T = TypeVar("T")
 _LEAST_S = 0.005
 
 
-class _Here(threading.local):
+class _NotesOfThread(threading.local):
     """The notes that are taken of this thread's calls, or were until the library's own code began."""
 
     taken: Notes | None = None
     paused: Notes | None = None
 
 
-_here = _Here()
+_of_thread = _NotesOfThread()
 
 
+@torch.inference_mode()
 def make(path: Path, is_over: Callable[[], bool]) -> None:
-    """Make the calls that an earlier boot has written down, until it `is_over`. After an error, remove the file.
+    """Make the calls that an earlier boot has written into a file, with zeros, until it `is_over`. A call that fails
+    with zeros (an inverse), or for lack of memory, is left to the model.
 
     Raises:
-        Exception: as `make_calls`. The warm-up makes them anyway.
+        Exception: the file is damaged. It is removed, so that this boot writes it anew.
     """
     try:
-        make_calls(path.read_text(), is_over)
+        for name, *inputs in json.loads(path.read_text()):
+            if not is_over():
+                operator = find(f"torch.ops:aten.{name}")
+                with contextlib.suppress(RuntimeError):
+                    args, kwargs = _made(inputs)
+                    operator(*args, **kwargs)
     except Exception:
         path.unlink()
         raise
 
 
-@torch.inference_mode()
-def make_calls(noted: str, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Make calls of torch's own operators with zeros, unless it `is_over`. Those that fail with zeros, as an inverse
-    does, or for want of memory, are left to the model.
-
-    Raises:
-        Exception: these are no calls.
-    """
-    for name, *inputs in json.loads(noted):
-        if not is_over():
-            operator = find(f"torch.ops:aten.{name}")
-            with contextlib.suppress(RuntimeError):
-                args, kwargs = _made(inputs)
-                operator(*args, **kwargs)
-
-
 class Notes(TorchDispatchMode):
     """The calls of operators that keep the host for `least_s` or more, each once.
 
-    The library's own code is `left_out`.
+    They are `paused` while the library's own code runs.
     """
 
-    # Of the calls that a call of these makes, none is noted: they are made as without notes.
+    # torch makes the calls inside a higher-order operator without this mode, so they are not noted.
     supports_higher_order_operators = True
 
     def __init__(self, least_s: float = _LEAST_S) -> None:
@@ -101,22 +94,16 @@ class Notes(TorchDispatchMode):
     def __enter__(self) -> Notes:
         """Note this thread's calls from now on."""
         super().__enter__()  # type: ignore[no-untyped-call]
-        _here.taken = self
+        _of_thread.taken = self
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Note no more of them."""
-        _here.taken = None
+        _of_thread.taken = None
         super().__exit__(*(error or (None,) * 3))  # type: ignore[no-untyped-call]
 
     def take(self, work: Callable[[], T]) -> T:
-        """What `work` returns. Its calls are noted.
-
-        Raises:
-            BaseException: any of `work`.
-        """
-        if _here.taken is self or _here.paused is self:
-            return work()
+        """What `work` returns. Its calls are noted. Errors of `work` pass through."""
         with self:
             return work()
 
@@ -134,35 +121,35 @@ def _is_left_out(operator: Any, name: str) -> bool:
 
 def are_taken() -> bool:
     """Whether this thread's calls are noted now."""
-    return _here.taken is not None
+    return _of_thread.taken is not None
 
 
 @contextlib.contextmanager
-def left_out() -> Iterator[None]:
+def paused() -> Iterator[None]:
     """While the context lasts, note nothing, because the library's own code runs."""
-    notes = _here.taken
+    notes = _of_thread.taken
     assert notes is not None
     notes.__exit__()
-    _here.paused = notes
+    _of_thread.paused = notes
     try:
         yield
     finally:
-        _here.paused = None
+        _of_thread.paused = None
         notes.__enter__()
 
 
 @contextlib.contextmanager
-def of_model() -> Iterator[None]:
+def resumed() -> Iterator[None]:
     """While the context lasts, the model's own code runs: note its calls, if they were noted before."""
-    if (notes := _here.paused) is None:
+    if (notes := _of_thread.paused) is None:
         yield
         return
-    _here.paused = None
+    _of_thread.paused = None
     try:
         with notes:
             yield
     finally:
-        _here.paused = notes
+        _of_thread.paused = notes
 
 
 def use_first(device: torch.device) -> None:
@@ -170,10 +157,6 @@ def use_first(device: torch.device) -> None:
 
     Each takes 5 to 100 ms the first time, for libraries and kernels that CUDA loads then.
     """
-    import torch
-    from torch.linalg import vector_norm as norm
-    from torch.nn import functional
-
     with torch.inference_mode(), torch.cuda.device(device):
         tokens = torch.zeros(512, 4096, device=device, dtype=torch.bfloat16)
         exact, heads = tokens.float(), tokens.view(1, 512, 64, 64).transpose(1, 2)
@@ -198,10 +181,10 @@ def use_first(device: torch.device) -> None:
 
 
 def _described(value: Any) -> dict[str, Any]:
-    """A plain tensor. Of others, such as sparse and quantized ones, zeros would be another call.
+    """A plain tensor as JSON: sizes, strides, type, device.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is another object, or a tensor that zeros do not stand in for: sparse, nested, quantized.
     """
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not is_plain or value.is_nested or value.is_quantized:

@@ -61,7 +61,7 @@ def boot(
     """Begin a boot: claim the cache directory, point torch at it, and start the restore.
 
     Call it before torch is imported, or at least before anything is compiled. Use it as a context manager, whose end is
-    READY. In the second process, which may import the caller's module, it does nothing.
+    READY. In the library's own processes, which may import the caller's module, it restores and copies nothing.
 
     Args:
         model: a hub id, with `@revision` if it is not the default one, or a model's folder.
@@ -102,12 +102,6 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _make_first_calls(path: Path, is_over: Callable[[], bool]) -> None:
-    from compile_cache.calls.first_calls import make
-
-    make(path, is_over)
 
 
 @contextlib.contextmanager
@@ -151,17 +145,16 @@ class Boot:
         self._has_tried_regions = self._has_entered = False
         self._publisher: Publisher | None = None
         self._thread: ModelThread | None = None
-        self._is_loading = True
+        self._is_loading = True  # until the weights are there: so long, first calls are made
         self._notes: Notes | None = None
         self._weights: EarlyWeights | None = None
         if settings.enabled:
             self._begin(model, sources, environ)
         if weights:
-            with self._degrading("copy weights early"):
-                from compile_cache.weights.early_weights import EarlyWeights
-                from compile_cache.weights.weight_files import find_files
+            from compile_cache.weights.early_weights import EarlyWeights
+            from compile_cache.weights.weight_files import find_files
 
-                self._weights = EarlyWeights(partial(find_files, model, weights))
+            self._weights = EarlyWeights(partial(find_files, model, weights))
             if "torch" in sys.modules:
                 self._begin_to_copy()
 
@@ -202,16 +195,14 @@ class Boot:
         """READY, once: write the report and start to publish. After an error of the caller's code, publish nothing."""
         if self.report.ready_s:
             return  # a later block adds to what is published
+        if self._weights is not None:
+            (self._weights.end if kind is None else self._weights.drop)()
         if self._orders is not None and (kind is not None or self._regions is None):
             self._orders.queue.release()  # else regions do it
         if kind is not None:
             if self._restore is not None:
                 self._restore.abandon()
-            if self._weights is not None:
-                self._weights.drop()
             return
-        if self._weights is not None:
-            self._weights.end()
         if self._regions is None:
             self._join()
         elif "warm_up" in self.report.phases:
@@ -285,6 +276,12 @@ class Boot:
     def copies_weights(self) -> bool:
         """Whether `to_gpu` has copies to give. Without any, `from_pretrained(…, device_map="cuda")` can be faster."""
         return self._weights is not None and self._weights.has_copies
+
+    def free_copies(self) -> None:
+        """Free the copies of weights: what loads next takes none."""
+        if self._weights is not None:
+            self._weights.drop()
+            self._weights = None
 
     def to_gpu(self, model: T) -> T:
         """Move a pipeline or module to the GPU, as its `.to("cuda")` does: each weight that is still as it lies in the
@@ -451,7 +448,9 @@ class Boot:
         """Make the calls that an earlier boot has written down, on the model's thread, while the weights load."""
         path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
         if self._thread is not None and path is not None and path.exists() and self._is_loading:
-            self._thread.begin(attempt, _make_first_calls, path, lambda: not self._is_loading)
+            from compile_cache.calls.first_calls import make
+
+            self._thread.begin(attempt, make, path, lambda: not self._is_loading)
 
     def _no_compile_begins_from(self) -> float:
         """From when on, on the clock of `time.monotonic`, the warm-up waits for no compile that has not begun."""

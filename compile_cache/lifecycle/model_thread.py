@@ -139,10 +139,10 @@ class ModelThread:
         Raises:
             BaseException: any of `work`, or of the waiting.
         """
-        if (notes := self._notes) is not None:
-            work = partial(notes.take, work)
         if threading.current_thread() is self._thread:
             return state.run(work)
+        if (notes := self._notes) is not None:
+            work = partial(notes.take, work)
         call = _Call(self, function, state, work)
         try:
             self._put(call)

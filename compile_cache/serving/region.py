@@ -110,7 +110,7 @@ class Region:
         tried on a copy for what the model computes.
         """
         if first_calls.are_taken() and count_dispatch_modes() == 1:
-            with first_calls.left_out():
+            with first_calls.paused():
                 return self._route(call, like)
         if count_dispatch_modes() or is_tracing():
             self.report.explain("eager in a dispatch mode of torch, such as a counter or a trace")
@@ -213,7 +213,7 @@ class Region:
         change the size of a tensor that they can reach, as of a cache that grows."""
         sizes = _sizes(call) if case is not None else []
         self.served["eager"] += 1
-        with first_calls.of_model():
+        with first_calls.resumed():
             answer = call_region(*call)
         if case is not None:
             now = _sizes(call)

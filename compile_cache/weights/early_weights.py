@@ -2,7 +2,7 @@
 
 `from_pretrained` maps the files into memory and reads almost nothing. Which weight is which is told by its place: the
 file and the offset that its memory is mapped from. What has no copy is left to the caller. No file may be cut short
-meanwhile, as for any mapping of it.
+meanwhile, as for any mapping of it, or be written through another mapping.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class EarlyWeights:
     def _plan(self) -> None:
         """Find the files and their chunks, and begin to read."""
         with self._degrading("plan early copies of weights"):
-            chunks = self._planned(self._find())
+            chunks = self._chunks_of(self._find())
             if chunks:
                 # It takes up to 1 s, in which torch lets no other thread run. It reads CUDA's variables.
                 os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does
@@ -183,7 +183,7 @@ class EarlyWeights:
             for number in range(_AHEAD):
                 self._read_ahead(number)
 
-    def _planned(self, paths: list[Path]) -> list[_Chunk]:
+    def _chunks_of(self, paths: list[Path]) -> list[_Chunk]:
         """The chunks of these files, with the tensors that are loaded as they are there."""
         headers = {os.path.realpath(path): read_header(path) for path in paths}
         chunks: list[_Chunk] = []
@@ -221,7 +221,8 @@ class EarlyWeights:
         if self._reading:
             with self._degrading("copy weights early"):
                 device = device or _current_gpu()
-                thread = threading.Thread(target=self._run, args=(device,), name="early weights")
+                copy = self._degrading("copy weights early")(self._copy)
+                thread = threading.Thread(target=copy, args=(device,), name="early weights")
                 thread.start()
                 self._thread, self._device = thread, device
 
@@ -231,30 +232,21 @@ class EarlyWeights:
         is_copying = self._thread is not None and self._thread.is_alive()  # asked first: it may end meanwhile
         return is_copying or bool(self._copies)
 
-    def _run(self, device: torch.device) -> None:
-        import torch
-
-        with self._degrading("copy weights early"):
-            if device.type != "cuda":
-                self._copy(device)
-            elif torch.cuda.is_available():
-                with torch.cuda.device(device):
-                    self._copy(device)
-
     def _copy(self, device: torch.device) -> None:
         """Copy all chunks, while the next ones are read, and at most two at a time."""
         import torch
 
         began = time.perf_counter()
         sizes = [tensor.size_bytes for tensor in self._tensors.values()]
-        on_gpu = device.type == "cuda"
+        if on_gpu := device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
         if on_gpu and not gpu_has_room(sum(sizes)):
             self._why_not = f"the GPU has no room for {sum(sizes) / 1e9:.1f} GB and 4 GiB beside them"
             return
         if sum(sizes) < self._all_bytes * _LEAST_TAKEN:
             log.info(
-                "weights.cast Only %.3f of %.3f GB are copied early. The rest is in fp32, or of experts, of which "
-                "from_pretrained makes other weights: store them as they are to be loaded.",
+                "weights.cast Only %.3f of %.3f GB are copied early: from_pretrained casts weights in fp32, and merges "
+                "those of experts. Save the model in the dtype that you load.",
                 sum(sizes) / 1e9,
                 self._all_bytes / 1e9,
             )
@@ -293,50 +285,50 @@ class EarlyWeights:
         log.info("weights.early gb=%.1f seconds=%.2f pinned=%s", sum(sizes) / 1e9, seconds, is_pinned)
 
     def give(self, modules: Iterable[Any]) -> None:
-        """Let each weight of `modules` that is mapped from a file and was not changed since take its copy. Weights
-        without one stay on the CPU. A large one frees a copy of as many numbers: it may be what became of those.
-        """
+        """Let each unchanged weight of `modules` that is mapped from a file take its copy; the others stay on the CPU.
+        Each large one of these frees one copy with as many numbers, because it may be a cast of that."""
         self._finish()
-        if not self._copied_bytes and self._why_not:
+        if self._why_not:
             log.info("weights.not_early No copies were made early: %s.", self._why_not)
             self._why_not = ""
-        with self._degrading("use early copies of weights"):
-            try:
-                self._give(modules)
-            except Exception:
-                self._copies.clear()  # the caller moves what has none
-                raise
+        if self._copies:
+            with self._degrading("use early copies of weights"):
+                return self._give(modules)
+            self._copies.clear()  # it failed: the caller moves the weights
 
     def _give(self, modules: Iterable[Any]) -> None:
-        """Raises:
-        OSError: a file has changed.
-        RuntimeError: the copies are on another GPU.
+        """Let weights take their copies, and free those that the other weights may come from.
+
+        Raises:
+            OSError: a file has changed.
+            RuntimeError: the copies are on another GPU.
         """
         import torch
 
-        if self._copies and self._device and self._device.type == "cuda" and self._device != _current_gpu():
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        if on_gpu and self._device != _current_gpu():
             raise RuntimeError(f"they are on {self._device}, and this thread uses another GPU")
         found = [module for module in modules if isinstance(module, torch.nn.Module)]
         weights = {id(weight): weight for one in found for weight in chain(one.parameters(), one.buffers())}
         for path, identity in self._files.items():
-            if self._copies and _identity(os.stat(path)) != identity:
+            if _identity(os.stat(path)) != identity:
                 raise OSError(f"{path} has changed")
-        place_of = _mappings() if self._copies else lambda address, count: None
-        places, other = sorted(self._copies), Counter[int]()
+        place_of, places, uncopied, uncopied_bytes = _mappings(), sorted(self._copies), Counter[int](), 0
         for weight in weights.values():
             size_bytes = weight.nbytes if weight.layout is torch.strided else 0  # a sparse one has none
             place = place_of(weight.data_ptr(), size_bytes) if is_plain(weight) else None
             if (copy := self._taken(places, place, size_bytes)) is not None:
-                # With its strides, as `.to` makes it.
-                taken = torch.empty(0, dtype=weight.dtype, device=copy.device)
-                weight.data = taken.set_(copy.untyped_storage(), 0, weight.shape, weight.stride())
+                weight.data = copy.view(weight.dtype).as_strided(weight.shape, weight.stride())  # `.to` keeps strides
                 self._taken_bytes += size_bytes
             elif weight.is_cpu and size_bytes >= _LARGE_BYTES:
-                other[weight.numel()] += 1
+                uncopied[weight.numel()] += 1
+                uncopied_bytes += size_bytes
         for place in [*self._copies]:
-            if other[count := self._tensors[place].count] > 0:
-                other[count] -= 1
+            if uncopied[numel := self._tensors[place].numel] > 0:
+                uncopied[numel] -= 1
                 del self._copies[place]
+        if on_gpu and self._copies and not gpu_has_room(uncopied_bytes):
+            self._copies.clear()  # what moves now may be what became of them
 
     def _taken(self, places: list[_Place], place: _Place | None, size_bytes: int) -> torch.Tensor | None:
         """The copy of the bytes at a place, which may be a part of a tensor; None if there is none."""
@@ -358,12 +350,12 @@ class EarlyWeights:
         self._copies.clear()
 
     def end(self) -> None:
-        """The same, once all weights are on the GPU: tell if many copies were of no use."""
+        """Free what is left, once all weights are on the GPU. Warn if many copies were of no use."""
         self.drop()
         if self._taken_bytes < self._copied_bytes * _LEAST_TAKEN:
             log.warning(
-                "weights.early_unused Only %.3f of %.3f GB that were copied to the GPU early were used. The others did "
-                "not go through boot.to_gpu(), or were cast as they loaded: load them in the dtype of their files.",
+                "weights.early_unused Only %.3f of %.3f GB that were copied to the GPU early were used. The other "
+                "weights did not go through boot.to_gpu(), or were cast: load them in the dtype of their files.",
                 self._taken_bytes / 1e9,
                 self._copied_bytes / 1e9,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -29,12 +30,12 @@ _EXPERT = ".experts."
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file: its first byte there, how many bytes, how many numbers, and whether these bytes can be what
-    `from_pretrained` loads, or it makes other ones of them."""
+    """A tensor of a file: its first byte there, its bytes and numbers. `is_kept`: `from_pretrained` may load these as
+    they are."""
 
     offset: int
     size_bytes: int
-    count: int
+    numel: int
     is_kept: bool
 
 
@@ -107,17 +108,28 @@ def _files_of_part(part: Path) -> list[Path]:
             variants.setdefault(found[1] or "", []).append([part / name for name in names])
     sets = [files for found in variants.values() for files in found]
     if len(variants) > 1:
-        sets = [files for files in sets if files[0].is_file() and any(each.is_kept for each in read_header(files[0]))]
+        sets = [files for files in sets if files[0].is_file() and _is_kept(files[0])]
     missing = [path for files in sets for path in files if not path.is_file()]
     if "quantization_config" in json.loads((part / "config.json").read_text()):
-        why = "it is quantized as it loads"
+        why = "its config has a quantization_config"
     elif len(sets) != 1:
-        why = (
-            "it has several sets of weights: name their files in boot(weights=[…])" if sets else "it has no safetensors"
-        )
+        several = "it has several sets of weights: name their files in boot(weights=[…])"
+        why = several if sets else "no variant loads without a cast" if variants else "it has no safetensors"
     elif missing:
         why = f"{missing[0].name} is not there"
     else:
         return sets[0]
-    log.info("weights.left_out %s is not copied early: %s", part, why)
+    _leave_out(part, why)
     return []
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether most bytes of a file need no cast. Files in fp32 may have integers too."""
+    tensors = read_header(path)
+    return 2 * sum(each.size_bytes for each in tensors if each.is_kept) > sum(each.size_bytes for each in tensors)
+
+
+@functools.cache
+def _leave_out(part: Path, why: str) -> None:
+    """Log it once, though a boot looks for files up to three times."""
+    log.info("weights.left_out %s is not copied early: %s", part, why)

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import nn
 
 from compile_cache import Boot
-from models import leave_out_foreign_lines, load_to_gpu
+from models import leave_out_foreign_lines, load_to_device
 from models.image.lora import Loras
 from models.image.pictures import fit
 from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
@@ -91,10 +91,7 @@ def load_pipeline(model: str, revision: str | None, boot: Boot | None = None) ->
     Raises:
         OSError: there is no such folder or repository, or a file is missing or damaged.
     """
-    load = partial(DiffusionPipeline.from_pretrained, model, revision=revision)
-    if not torch.cuda.is_available():
-        return load(dtype=torch.float32)
-    return load_to_gpu(partial(load, dtype=torch.bfloat16), boot)
+    return load_to_device(partial(DiffusionPipeline.from_pretrained, model, revision=revision), boot)
 
 
 class DiffusionModel:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from compile_cache import Boot
-from models import leave_out_foreign_lines, load_to_gpu
+from models import leave_out_foreign_lines, load_to_device
 from models.text.generation import Generator, Request
 from models.text.layers import most_positions
 from models.text.quantization import quantize
@@ -201,10 +200,9 @@ def load_model(model: str, revision: str | None, boot: Boot | None = None) -> Pr
             f"{model} is quantized already ({method}), for kernels that cannot be compiled here. Serve the original "
             "model with QUANTIZE=int8 or fp8."
         )
-    load = partial(AutoModelForCausalLM.from_pretrained, model, revision=revision)
-    if not torch.cuda.is_available():
-        return load(dtype=torch.float32)
-    return load_to_gpu(partial(load, dtype=torch.bfloat16), None if _is_converted(config) else boot)
+    if boot is not None and _is_converted(config):
+        boot.free_copies()
+    return load_to_device(partial(AutoModelForCausalLM.from_pretrained, model, revision=revision), boot)
 
 
 def _is_converted(config: Any) -> bool:
