@@ -25,6 +25,9 @@ TYPES = {
     "Path": {"type": "string", "format": "uri"},
     "Secret": {"type": "string", "format": "password", "writeOnly": True, "x-cog-secret": True},
     "List[str]": {"type": "array", "items": {"type": "string"}},
+    "List[dict]": {"type": "array", "items": {"type": "object"}},
+    "dict": {"type": "object"},
+    "Union[str, List[str]]": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
 }
 # What Cog calls the arguments of an Input.
 NAMES = {"default": "default", "ge": "minimum", "le": "maximum", "choices": "enum"}

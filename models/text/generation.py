@@ -134,7 +134,7 @@ class Generator:
             )
         if prompt + request.max_new_tokens > self.cache_tokens:
             raise ValueError(
-                f"the prompt has {prompt} tokens, and max_new_tokens is {request.max_new_tokens}: together they may be "
+                f"the prompt has {prompt} tokens, and max_tokens is {request.max_new_tokens}: together they may be "
                 f"{self.cache_tokens} (CACHE_TOKENS)"
             )
         if prompt > self.buckets[-1]:
@@ -165,6 +165,7 @@ class Generator:
         self._join_operators()
         self._sampler.draw()
         if bucket == _DECODE:
+            self._sampler.count(self._token[0])
             self.decode(self._token)
             self._cache.position.add_(1)
         else:
