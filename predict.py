@@ -97,13 +97,17 @@ class Predictor(Served):
         width: Optional[int] = Input(description="Width in pixels, with height", default=None, ge=1),
         height: Optional[int] = Input(description="Height in pixels, with width", default=None, ge=1),
         image: Optional[Path] = Input(
-            description="A picture to start from. Its shape decides the size, unless the model edits it", default=None
+            description="A picture to start from. Its shape decides the size, unless the model edits it",
+            default=None,
+            accept="image/*",
         ),
         image_2: Optional[Path] = Input(
-            description="A second picture, for models that take two; with an image", default=None
+            description="A second picture, for models that take two; with an image", default=None, accept="image/*"
         ),
         mask: Optional[Path] = Input(
-            description="A picture that is white where the image may change, and black where it stays", default=None
+            description="A picture that is white where the image may change, and black where it stays",
+            default=None,
+            accept="image/*",
         ),
         prompt_strength: float = Input(
             description="How much of the image the prompt may change: 1 keeps nothing of it", default=0.8, ge=0, le=1

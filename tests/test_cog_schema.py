@@ -30,7 +30,7 @@ TYPES = {
     "Union[str, List[str]]": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
 }
 # What Cog calls the arguments of an Input.
-NAMES = {"default": "default", "ge": "minimum", "le": "maximum", "choices": "enum"}
+NAMES = {"default": "default", "ge": "minimum", "le": "maximum", "choices": "enum", "accept": "x-cog-accept"}
 
 
 def declared(predictor: str) -> dict[str, dict[str, Any]]:
