@@ -273,6 +273,10 @@ class TextPredictor(Served):
         stop_sequences: Optional[Union[str, List[str]]] = Input(
             description="Texts that end the answer, and are not part of it; a text is split at its commas", default=None
         ),
+        json_schema: Optional[Union[str, dict]] = Input(
+            description="A JSON schema that the answer follows; of a text, its properties keep their order",
+            default=None,
+        ),
         seed: Optional[int] = Input(
             description="The same seed chooses the same tokens; random if not given", default=None, ge=0, le=4294967295
         ),
@@ -301,6 +305,7 @@ class TextPredictor(Served):
             min_tokens,
             presence_penalty,
             frequency_penalty,
+            json_schema,
         )
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:

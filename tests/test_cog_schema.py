@@ -27,6 +27,7 @@ TYPES = {
     "List[str]": {"type": "array", "items": {"type": "string"}},
     "List[dict]": {"type": "array", "items": {"type": "object"}},
     "dict": {"type": "object"},
+    "Union[str, dict]": {"anyOf": [{"type": "string"}, {"type": "object"}]},
     "Union[str, List[str]]": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
 }
 # What Cog calls the arguments of an Input.

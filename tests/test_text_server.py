@@ -4,6 +4,8 @@ many things."""
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import urllib.error
 from typing import Any
 
@@ -18,6 +20,7 @@ from models.text.settings import TextSettings
 
 pytest_plugins = ["demo_servers"]  # its fixtures
 
+XGRAMMAR = PROJECT / ".venv" / "schemas"
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
 SUMS = unseen_sums(25)
 RAMBLING = {"prompt": "ab", "temperature": 3.0, "seed": 4}
@@ -31,7 +34,8 @@ MIXED: list[dict[str, Any]] = [
 # The first two have a bucket each.
 DEMO = Demo(
     "predict.py:TextPredictor",
-    {"MODEL": "demo/llama-adder", "CACHE_TOKENS": str(CACHE_TOKENS), "PROMPT_BUCKETS": ",".join(map(str, BUCKETS))},
+    {"MODEL": "demo/llama-adder", "CACHE_TOKENS": str(CACHE_TOKENS), "PROMPT_BUCKETS": ",".join(map(str, BUCKETS))}
+    | {"PYTHONPATH": os.pathsep.join(filter(None, (str(XGRAMMAR), os.environ.get("PYTHONPATH"))))},
     ({"prompt": "23+45="}, {"prompt": "1+" * 20 + "1="}, RAMBLING),
     frozenset({"Prefill"}),
 )
@@ -184,6 +188,19 @@ def test_what_a_chat_cannot_be_is_refused_and_named(server, inputs, reason):
     refused = server.predict(**inputs)
     assert refused["status"] == "failed"
     assert reason in refused["error"]
+
+
+@pytest.mark.skipif(not XGRAMMAR.is_dir(), reason="xgrammar is not in .venv/schemas: make test puts it there")
+def test_an_answer_follows_a_schema_and_the_next_one_is_free_again(server, rambling):
+    schema = {"type": "object", "properties": {"sum": {"enum": [68, "é"]}}, "required": ["sum"]}
+    events = list(server.stream(prompt="23+45=", json_schema=schema))
+    told = json.loads("".join(data["chunk"] for kind, data in events if kind == "output"))
+    assert told in ({"sum": 68}, {"sum": "é"})
+    assert events[-1][1]["metrics"]["finish_reason"] == "schema"
+    assert is_compiled(events[-1][1])
+    for wrong in ("{", {"type": "object", "oneOf": []}, "x" * 20_000):
+        assert "json_schema" in server.predict(prompt="1+1=", json_schema=wrong)["error"]
+    assert text(server.predict(**RAMBLING)) == rambling
 
 
 def test_an_answer_says_how_it_ended(server):

@@ -19,6 +19,7 @@ from models.text.generation import Generator, Request
 from models.text.layers import most_positions
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
+from models.text.schemas import Schemas
 from models.text.settings import TextSettings
 from models.text.steps import register
 from models.text.stream import TextStream
@@ -69,15 +70,18 @@ class TextInputs:
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    # A text keeps the order of its keys.
+    json_schema: str | Mapping[str, Any] | None = None
 
 
 class Answer:
     """An answer: iterating over it, once, generates its text in pieces of whole characters, and counts its tokens.
-    `finish_reason` says how it ended: `stop` (an end token, or a stop sequence), `length`, or until then `cancelled`.
+    `finish_reason` says how it ended: `stop` (an end token, or a stop sequence), `schema` (the JSON is complete),
+    `length`, or until then `cancelled`.
     """
 
-    def __init__(self, prompt_tokens: int, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, request: Request, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
+        self.prompt_tokens, self._is_guided = len(request.prompt), request.guide is not None
         self.new_tokens = 0
         self.finish_reason = "cancelled"
         self._tokens, self._stream, self._ends = tokens, stream, ends
@@ -88,7 +92,7 @@ class Answer:
             if piece := self._stream.add(token):
                 yield piece
             if self._stream.has_stopped or token in self._ends:
-                reason = "stop"
+                reason = "schema" if self._is_guided and token in self._ends else "stop"
                 break
         else:
             reason = "length"
@@ -157,7 +161,7 @@ class TextModel:
         stop = self._stop_sequences(inputs)
         backend, least = self._tokenizer.backend_tokenizer, request.sampling.min_tokens
         stream = TextStream(backend, stop, request.prompt, self._ends, least)
-        return Answer(len(request.prompt), self.generator.tokens(request), stream, self._ends)
+        return Answer(request, self.generator.tokens(request), stream, self._ends)
 
     def _stop_sequences(self, inputs: TextInputs) -> list[str]:
         given = inputs.stop_sequences
@@ -180,7 +184,16 @@ class TextModel:
         sampling = _sampling(inputs, self._defaults, tuple(sorted(self._ends)))
         if sampling.min_tokens > new_tokens:
             raise ValueError(f"min_tokens is {sampling.min_tokens}, more than the {new_tokens} tokens of max_tokens")
-        return Request(prompt, new_tokens, sampling)
+        guide = None
+        if inputs.json_schema is not None:
+            if sampling.min_tokens:
+                raise ValueError("min_tokens cannot be given with json_schema, which says when the answer ends")
+            guide = self._schemas.guide(inputs.json_schema)
+        return Request(prompt, new_tokens, sampling, guide)
+
+    @cached_property
+    def _schemas(self) -> Schemas:
+        return Schemas(self._tokenizer, self.generator.vocabulary, self._ends)
 
     def _check_length(self, name: str, *parts: str) -> None:
         """Check that texts have no more characters than the longest token, as often as a prompt may have tokens.
