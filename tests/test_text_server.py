@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import urllib.error
 from typing import Any
 
 import pytest
-from boots import run_boot
+from boots import python_path, run_boot
 from cog_server import PROJECT
 from demo_servers import Demo, DemoTests, environment, is_compiled, metrics
 from sums import answer, prompt, unseen_sums
@@ -35,7 +34,7 @@ MIXED: list[dict[str, Any]] = [
 DEMO = Demo(
     "predict.py:TextPredictor",
     {"MODEL": "demo/llama-adder", "CACHE_TOKENS": str(CACHE_TOKENS), "PROMPT_BUCKETS": ",".join(map(str, BUCKETS))}
-    | {"PYTHONPATH": os.pathsep.join(filter(None, (str(XGRAMMAR), os.environ.get("PYTHONPATH"))))},
+    | {"PYTHONPATH": python_path(XGRAMMAR)},
     ({"prompt": "23+45="}, {"prompt": "1+" * 20 + "1="}, RAMBLING),
     frozenset({"Prefill"}),
 )
