@@ -13,6 +13,8 @@ READY := $(VENV)/ready-$(subst /,_,$(TORCH))
 QUANTIZE := $(VENV)/quantize
 # The folder where examples find peft.
 LORA := $(VENV)/lora
+# The folder where tests find xgrammar, without the Triton that it asks for.
+SCHEMAS := $(VENV)/schemas
 # The folder where tests find the transformers of requirements.txt, beside the newest.
 PINNED := $(VENV)/pinned
 
@@ -89,6 +91,7 @@ $(READY): pyproject.toml
 	@# Not among the others: boots import torchao and peft where they find them.
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(QUANTIZE) "torchao>=0.18"
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(LORA) "peft>=0.21"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(SCHEMAS) "xgrammar>=0.2.9" apache-tvm-ffi
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PINNED) "$$(grep ^transformers== requirements.txt)" "huggingface-hub<2"
 	@touch $@
 

@@ -6,7 +6,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Union
 
 from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
@@ -97,13 +97,17 @@ class Predictor(Served):
         width: Optional[int] = Input(description="Width in pixels, with height", default=None, ge=1),
         height: Optional[int] = Input(description="Height in pixels, with width", default=None, ge=1),
         image: Optional[Path] = Input(
-            description="A picture to start from. Its shape decides the size, unless the model edits it", default=None
+            description="A picture to start from. Its shape decides the size, unless the model edits it",
+            default=None,
+            accept="image/*",
         ),
         image_2: Optional[Path] = Input(
-            description="A second picture, for models that take two; with an image", default=None
+            description="A second picture, for models that take two; with an image", default=None, accept="image/*"
         ),
         mask: Optional[Path] = Input(
-            description="A picture that is white where the image may change, and black where it stays", default=None
+            description="A picture that is white where the image may change, and black where it stays",
+            default=None,
+            accept="image/*",
         ),
         prompt_strength: float = Input(
             description="How much of the image the prompt may change: 1 keeps nothing of it", default=0.8, ge=0, le=1
@@ -215,14 +219,32 @@ class TextPredictor(Served):
     @streaming
     def run(
         self,
-        prompt: str = Input(
-            description="The text to continue, or the message to answer if the model is made for chats"
+        prompt: Optional[str] = Input(
+            description="The text to continue, or the message to answer if the model is made for chats", default=None
         ),
-        system_prompt: str = Input(description="How to behave, if the model is made for chats", default=""),
-        max_new_tokens: Optional[int] = Input(
+        messages: Optional[List[dict]] = Input(
+            description="A chat, in place of a prompt: objects with role and content (text, or parts of type text)",
+            default=None,
+        ),
+        system_prompt: str = Input(
+            description="How to behave, if the model is made for chats; of messages, the first says it", default=""
+        ),
+        tools: Optional[List[dict]] = Input(
+            description="Tools that the model may call, for its chat template", default=None
+        ),
+        chat_template_kwargs: Optional[dict] = Input(
+            description="Variables of the model's chat template, such as enable_thinking", default=None
+        ),
+        max_tokens: Optional[int] = Input(
             description="The most tokens to generate; the default is 512, or less if the model's cache has less room",
             default=None,
             ge=1,
+        ),
+        max_new_tokens: Optional[int] = Input(description="Another name of max_tokens", default=None, ge=1),
+        min_tokens: Optional[int] = Input(
+            description="The least tokens to generate, before an end token or a stop sequence may end the answer",
+            default=None,
+            ge=0,
         ),
         temperature: Optional[float] = Input(
             description="How freely to choose: 0 takes the likeliest token; the model's own value if not given",
@@ -242,8 +264,18 @@ class TextPredictor(Served):
         repetition_penalty: Optional[float] = Input(
             description="Above 1, tokens that occurred before are less likely", default=None, ge=0.1, le=10
         ),
-        stop_sequences: Optional[List[str]] = Input(
-            description="Texts that end the answer; they are not part of it", default=None
+        presence_penalty: Optional[float] = Input(
+            description="Above 0, tokens that the answer has already are less likely", default=None, ge=-2, le=2
+        ),
+        frequency_penalty: Optional[float] = Input(
+            description="Above 0, tokens are less likely the more often the answer has them", default=None, ge=-2, le=2
+        ),
+        stop_sequences: Optional[Union[str, List[str]]] = Input(
+            description="Texts that end the answer, and are not part of it; a text is split at its commas", default=None
+        ),
+        json_schema: Optional[Union[str, dict]] = Input(
+            description="A JSON schema that the answer follows; of a text, its properties keep their order",
+            default=None,
         ),
         seed: Optional[int] = Input(
             description="The same seed chooses the same tokens; random if not given", default=None, ge=0, le=4294967295
@@ -253,9 +285,27 @@ class TextPredictor(Served):
         from models.text.model import TextInputs
 
         seed = random.getrandbits(32) if seed is None else seed
-        max_new_tokens, top_k, seed = integers(max_new_tokens, top_k, seed)
+        max_tokens, max_new_tokens, min_tokens, top_k, seed = integers(
+            max_tokens, max_new_tokens, min_tokens, top_k, seed
+        )
         inputs = TextInputs(
-            prompt, system_prompt, max_new_tokens, temperature, top_p, top_k, repetition_penalty, stop_sequences, seed
+            prompt,
+            system_prompt,
+            max_new_tokens,
+            temperature,
+            top_p,
+            top_k,
+            repetition_penalty,
+            stop_sequences,
+            seed,
+            messages,
+            tools,
+            chat_template_kwargs,
+            max_tokens,
+            min_tokens,
+            presence_penalty,
+            frequency_penalty,
+            json_schema,
         )
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
@@ -264,7 +314,10 @@ class TextPredictor(Served):
             self.thread.call(self.model.generator.record, self.boot)
             prediction.count_from_now()
             answer = self.model.answer(inputs)
-            yield from answer
+            try:
+                yield from answer
+            finally:
+                self.record_metric("finish_reason", answer.finish_reason)
         counts = {"token_input_count": answer.prompt_tokens, "token_output_count": answer.new_tokens}
         for name, value in {"seed": seed, **counts, **prediction.metrics()}.items():
             self.record_metric(name, value)

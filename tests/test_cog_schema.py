@@ -25,9 +25,13 @@ TYPES = {
     "Path": {"type": "string", "format": "uri"},
     "Secret": {"type": "string", "format": "password", "writeOnly": True, "x-cog-secret": True},
     "List[str]": {"type": "array", "items": {"type": "string"}},
+    "List[dict]": {"type": "array", "items": {"type": "object"}},
+    "dict": {"type": "object"},
+    "Union[str, dict]": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+    "Union[str, List[str]]": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
 }
 # What Cog calls the arguments of an Input.
-NAMES = {"default": "default", "ge": "minimum", "le": "maximum", "choices": "enum"}
+NAMES = {"default": "default", "ge": "minimum", "le": "maximum", "choices": "enum", "accept": "x-cog-accept"}
 
 
 def declared(predictor: str) -> dict[str, dict[str, Any]]:

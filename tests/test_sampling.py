@@ -50,6 +50,43 @@ def expected(sampling: Sampling) -> torch.Tensor:
     return processors(prompt()[None], logits()).softmax(dim=-1)[0]
 
 
+def by_vllms_formulas(sampling: Sampling, answer: list[int]) -> torch.Tensor:
+    """The scores after vLLM's penalties for the tokens of an answer, written out."""
+    scores = logits()[0]
+    counts = torch.tensor([answer.count(token) for token in range(VOCABULARY)])
+    for token in {*prompt().tolist(), *answer}:
+        scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty
+    scores -= sampling.frequency_penalty * counts
+    scores -= sampling.presence_penalty * (counts > 0)
+    if len(answer) < sampling.min_tokens:
+        scores[[*sampling.ends]] = -torch.inf
+    return scores
+
+
+@pytest.mark.parametrize("answer", [[], [7], [7, 3, 7, 21, 7, 21]], ids=len)
+@pytest.mark.parametrize("presence", [0.0, 0.7, -1.5])
+@pytest.mark.parametrize("frequency", [0.0, 0.4, -2.0])
+@pytest.mark.parametrize("min_tokens", [0, 2, 6])
+def test_penalties_and_the_least_number_of_tokens_are_vllms(answer, presence, frequency, min_tokens):
+    """The likeliest tokens, one after another, are held back, so that all scores are seen in their order."""
+    sampling = Sampling(
+        repetition_penalty=1.3,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        min_tokens=min_tokens,
+        ends=(11, 12, 13),
+    )
+    made = sampler(sampling)
+    for token in answer:
+        made.see(torch.tensor([token]))
+        made.count(torch.tensor([token]))
+    wanted, rest = by_vllms_formulas(sampling, answer), logits()
+    for _ in range(VOCABULARY - len(sampling.ends)):
+        made(rest)
+        assert made.chosen.item() == wanted.argmax().item()
+        wanted[made.chosen] = rest[0, made.chosen] = -torch.inf
+
+
 def sampler(sampling: Sampling) -> Sampler:
     made = Sampler(VOCABULARY, CPU)
     made.set(sampling, prompt())

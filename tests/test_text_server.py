@@ -4,11 +4,12 @@ many things."""
 from __future__ import annotations
 
 import contextlib
+import json
 import urllib.error
 from typing import Any
 
 import pytest
-from boots import run_boot
+from boots import python_path, run_boot
 from cog_server import PROJECT
 from demo_servers import Demo, DemoTests, environment, is_compiled, metrics
 from sums import answer, prompt, unseen_sums
@@ -18,6 +19,7 @@ from models.text.settings import TextSettings
 
 pytest_plugins = ["demo_servers"]  # its fixtures
 
+XGRAMMAR = PROJECT / ".venv" / "schemas"
 CACHE_TOKENS, BUCKETS = 64, (16, 64)
 SUMS = unseen_sums(25)
 RAMBLING = {"prompt": "ab", "temperature": 3.0, "seed": 4}
@@ -31,7 +33,8 @@ MIXED: list[dict[str, Any]] = [
 # The first two have a bucket each.
 DEMO = Demo(
     "predict.py:TextPredictor",
-    {"MODEL": "demo/llama-adder", "CACHE_TOKENS": str(CACHE_TOKENS), "PROMPT_BUCKETS": ",".join(map(str, BUCKETS))},
+    {"MODEL": "demo/llama-adder", "CACHE_TOKENS": str(CACHE_TOKENS), "PROMPT_BUCKETS": ",".join(map(str, BUCKETS))}
+    | {"PYTHONPATH": python_path(XGRAMMAR)},
     ({"prompt": "23+45="}, {"prompt": "1+" * 20 + "1="}, RAMBLING),
     frozenset({"Prefill"}),
 )
@@ -139,7 +142,7 @@ def test_a_prediction_counts_its_tokens(restored):
 def test_what_does_not_fit_is_refused_and_the_limit_named(server):
     refused = server.predict(prompt="1+1=", max_new_tokens=100)
     assert refused["status"] == "failed"
-    assert "max_new_tokens is 100" in refused["error"]
+    assert "max_tokens is 100" in refused["error"]
     for inputs in ({"prompt": "1" * 30_000_000}, {"prompt": "1+1=", "stop_sequences": ["1" * 30_000_000]}):
         assert "30000000 characters; it may have 320 (64 tokens" in server.predict(**inputs)["error"]
 
@@ -152,6 +155,66 @@ def test_integers_may_be_written_with_a_point(server, rambling):
 
 def test_a_stop_sequence_ends_the_answer(server):
     assert text(server.predict(prompt="23+45=", stop_sequences=["8"])) == "6"
+
+
+def test_a_chat_is_answered_as_its_prompt_is(server):
+    """Keys of objects come sorted. Parts of type text are one text."""
+    parts = [{"type": "text", "text": "23+45="}]
+    for content in ("23+45=", parts):
+        prediction = server.predict(messages=[{"role": "user", "content": content}])
+        assert text(prediction) == "68"
+        assert is_compiled(prediction)
+        assert metrics(prediction)["compiled_now"] == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({}, "give a prompt, or messages"),
+        ({"prompt": "1+1=", "messages": [{"role": "user", "content": "1"}]}, "but not both"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": "1+1="}, {}]}, r"messages[1] has no role"),
+        ({"messages": [{"role": "user"}]}, r"messages[0] has no content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type image_url"),
+        ({"messages": [{"role": "user", "content": "1" * 400}]}, "the chat has 405 characters; it may have 320"),
+        ({"messages": [{"role": "user", "content": "1"}], "system_prompt": "Add."}, "the first of the messages"),
+        ({"prompt": "1+1=", "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "has chat_template, which is no"),
+        ({"prompt": "1+1=", "max_tokens": 3, "max_new_tokens": 3}, "one input with two names"),
+        ({"prompt": "1+1=", "max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, more than the 3 tokens"),
+    ],
+)
+def test_what_a_chat_cannot_be_is_refused_and_named(server, inputs, reason):
+    refused = server.predict(**inputs)
+    assert refused["status"] == "failed"
+    assert reason in refused["error"]
+
+
+@pytest.mark.skipif(not XGRAMMAR.is_dir(), reason="xgrammar is not in .venv/schemas: make test puts it there")
+def test_an_answer_follows_a_schema_and_the_next_one_is_free_again(server, rambling):
+    schema = {"type": "object", "properties": {"sum": {"enum": [68, "é"]}}, "required": ["sum"]}
+    events = list(server.stream(prompt="23+45=", json_schema=schema))
+    told = json.loads("".join(data["chunk"] for kind, data in events if kind == "output"))
+    assert told in ({"sum": 68}, {"sum": "é"})
+    assert events[-1][1]["metrics"]["finish_reason"] == "schema"
+    assert is_compiled(events[-1][1])
+    for wrong in ("{", {"type": "object", "oneOf": []}, "x" * 20_000):
+        assert "json_schema" in server.predict(prompt="1+1=", json_schema=wrong)["error"]
+    assert text(server.predict(**RAMBLING)) == rambling
+
+
+def test_an_answer_says_how_it_ended(server):
+    ends = {"stop": {}, "length": {"max_tokens": 1}}
+    ends |= {"stop ": {"stop_sequences": "7,8"}, "length ": {"min_tokens": 5, "max_tokens": 5}}
+    for reason, inputs in ends.items():
+        prediction = server.predict(prompt="23+45=", **inputs)
+        assert prediction["metrics"]["finish_reason"] == reason.strip()
+    assert prediction["metrics"]["token_output_count"] == 5
+
+
+def test_penalties_for_tokens_of_the_answer_change_it_and_compile_nothing(server, rambling):
+    prediction = server.predict(**RAMBLING, frequency_penalty=2.0, presence_penalty=2.0)
+    assert text(prediction) != rambling
+    assert metrics(prediction)["compiled_now"] == 0
 
 
 def test_a_seed_that_was_not_given_is_told(server):

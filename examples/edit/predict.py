@@ -48,7 +48,7 @@ class Predictor(BaseRunner):
 
     def run(
         self,
-        image: Path = Input(description="The picture to change; its sides are cut to fit"),
+        image: Path = Input(description="The picture to change; its sides are cut to fit", accept="image/*"),
         prompt: str = Input(description="What to change"),
         num_inference_steps: int = Input(description="Denoising steps", default=28, ge=2, le=100),
         seed: Optional[int] = Input(

@@ -2,6 +2,7 @@
 
 import base64
 import os
+from typing import Optional
 
 import compile_cache  # before torch
 from cog import BaseRunner, Input, Path
@@ -34,10 +35,11 @@ class Predictor(BaseRunner):
 
     def run(
         self,
-        images: list[Path] = Input(description="Pictures to embed", default=[]),
-        texts: list[str] = Input(description="Texts to embed, in lower case", default=[]),
+        images: Optional[list[Path]] = Input(description="Pictures to embed", default=None),
+        texts: Optional[list[str]] = Input(description="Texts to embed, in lower case", default=None),
     ) -> list[str]:
         """The vector of each picture, then of each text: float32 as base64."""
+        images, texts = images or [], texts or []
         if not (images or texts):
             raise ValueError("images and texts are empty: give one at least")
         if (longest := max(map(len, texts), default=0)) > self.most_characters:

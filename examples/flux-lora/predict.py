@@ -42,7 +42,9 @@ class Predictor(BasePredictor):
     def predict(
         self,
         prompt: str = Input(description="What to draw"),
-        lora: Optional[Path] = Input(description="A LoRA for FLUX.1: a .safetensors file or its address", default=None),
+        lora: Optional[Path] = Input(
+            description="A LoRA for FLUX.1: a .safetensors file or its address", default=None, accept=".safetensors"
+        ),
         lora_scale: float = Input(description="How strongly to apply the LoRA", default=1.0, ge=-1, le=3),
         aspect_ratio: str = Input(description="Width to height", default="1:1", choices=list(SIZES.keys())),
         num_inference_steps: int = Input(description="Denoising steps", default=28, ge=1, le=50),

@@ -40,7 +40,7 @@ class Predictor(BaseRunner):
 
     def run(
         self,
-        audio: Path = Input(description="A recording, such as mp3, m4a or wav, or a video"),
+        audio: Path = Input(description="A recording, such as mp3, m4a or wav, or a video", accept="audio/*,video/*"),
         language: str = Input(description="The language spoken, such as en; detected if not given", default=""),
         task: str = Input(description="What to write", default="transcribe", choices=["transcribe", "translate"]),
     ) -> Output:

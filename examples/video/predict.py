@@ -52,7 +52,9 @@ class Predictor(BaseRunner):
     def run(
         self,
         prompt: str = Input(description="What happens"),
-        image: Optional[Path] = Input(description="The first picture; its sides are cut to fit", default=None),
+        image: Optional[Path] = Input(
+            description="The first picture; its sides are cut to fit", default=None, accept="image/*"
+        ),
         negative_prompt: str = Input(description="What not to show", default=""),
         width: Optional[int] = Input(description="In pixels, rounded to 32", default=None, ge=64, le=2048),
         height: Optional[int] = Input(description="In pixels, rounded to 32", default=None, ge=64, le=2048),

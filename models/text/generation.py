@@ -21,6 +21,7 @@ from compile_cache import Boot
 from models.kernels.operators import is_compiler_imported
 from models.text.layers import settle_rope, use_token_layers
 from models.text.sampling import Sampler, Sampling
+from models.text.schemas import Guide
 from models.text.static_cache import StaticCache, check_windows, use_static_cache, watch_windows
 from models.text.steps import DecodeStep, Prefill, call_model, join_operators
 
@@ -41,6 +42,7 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
+    guide: Guide | None = None
 
 
 class Generator:
@@ -61,8 +63,8 @@ class Generator:
         # The most tokens that a prompt and its answer may have together.
         self.cache_tokens = cache_tokens
         self._cache = StaticCache(model.config, cache_tokens, device)
-        self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self._sampler = Sampler(self._vocabulary, device)
+        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self._sampler = Sampler(self.vocabulary, device)
         self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._join_operators()
         # By bucket, and the decode step's.
@@ -107,6 +109,9 @@ class Generator:
         self.check(request)
         self._begin(request)
         mine = self._requests
+        if request.guide is not None:
+            yield from self._guided(request.guide, request.max_new_tokens)
+            return
         queued: deque[_Reading] = deque()
         chosen = 0
         for number in range(request.max_new_tokens):
@@ -119,6 +124,27 @@ class Generator:
             if self._requests != mine:
                 raise RuntimeError("another request has begun: a Generator serves one at a time")
 
+    def _guided(self, guide: Guide, most: int) -> Iterator[int]:
+        """Tokens that a guide allows. It needs each one to say which may come next, so no step is queued ahead: the
+        step's own choice is dropped, and another one made of its logits."""
+        mine = self._requests
+        for number in range(most):
+            if number:
+                self._run(_DECODE)
+            token = self._choose(guide.allowed())
+            yield token
+            if not guide.take(token):
+                return
+            if self._requests != mine:
+                raise RuntimeError("another request has begun: a Generator serves one at a time")
+
+    @torch.inference_mode()
+    def _choose(self, allowed: torch.Tensor) -> int:
+        """Choose again from the last step's logits, among these tokens."""
+        self._sampler(self._logits.masked_fill(~allowed.to(self._token.device), -torch.inf))
+        self._token.copy_(self._sampler.chosen)
+        return int(self._token)
+
     def check(self, request: Request) -> None:
         """Check that a request can be served.
 
@@ -128,13 +154,13 @@ class Generator:
         prompt = len(request.prompt)
         if not prompt:
             raise ValueError("the prompt is empty")
-        if (largest := max(request.prompt)) >= self._vocabulary:
+        if (largest := max(request.prompt)) >= self.vocabulary:
             raise ValueError(
-                f"the prompt has the token {largest}, but the model has embeddings for {self._vocabulary} tokens"
+                f"the prompt has the token {largest}, but the model has embeddings for {self.vocabulary} tokens"
             )
         if prompt + request.max_new_tokens > self.cache_tokens:
             raise ValueError(
-                f"the prompt has {prompt} tokens, and max_new_tokens is {request.max_new_tokens}: together they may be "
+                f"the prompt has {prompt} tokens, and max_tokens is {request.max_new_tokens}: together they may be "
                 f"{self.cache_tokens} (CACHE_TOKENS)"
             )
         if prompt > self.buckets[-1]:
@@ -158,6 +184,7 @@ class Generator:
         """Fill the cache with the prompt in a bucket, or decode; choose a token. A GPU only queues the work."""
         if bucket in self._recordings:
             self._recordings[bucket].replay()
+            self._logits = self._recordings[bucket].logits
         else:
             self._call(bucket)
 
@@ -165,10 +192,11 @@ class Generator:
         self._join_operators()
         self._sampler.draw()
         if bucket == _DECODE:
-            self.decode(self._token)
+            self._sampler.count(self._token[0])
+            self._logits = self.decode(self._token)
             self._cache.position.add_(1)
         else:
-            self.prefill(self._prompts[bucket], self._last)
+            self._logits = self.prefill(self._prompts[bucket], self._last)
         self._token.copy_(self._sampler.chosen)
 
     def _join_operators(self) -> None:
@@ -255,14 +283,16 @@ class Generator:
         # Other threads may use the GPU during the recording.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             self._call(bucket)
-        return _Recording(graph, counted.served() if counted else {}, counter)
+        return _Recording(graph, self._logits, counted.served() if counted else {}, counter)
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """A call as a CUDA graph, and the code that served its modules when it was recorded."""
+    """A call as a CUDA graph, its logits until the next replay of any, and the code that served its modules when it was
+    recorded."""
 
     graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
     served: Mapping[str, Mapping[str, int]]
     counter: Boot | None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from compile_cache import Boot
 from models import leave_out_foreign_lines, load_to_device
+from models.text.chats import rendered
 from models.text.generation import Generator, Request
 from models.text.layers import most_positions
 from models.text.quantization import quantize
 from models.text.sampling import Sampling
+from models.text.schemas import Schemas
 from models.text.settings import TextSettings
 from models.text.steps import register
 from models.text.stream import TextStream
@@ -50,23 +52,37 @@ def import_model(model: str, revision: str | None) -> None:
 class TextInputs:
     """One text to continue. None leaves a value to the model's own generation_config.json."""
 
-    prompt: str
+    prompt: str | None = None
     system_prompt: str = ""
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
-    stop_sequences: Sequence[str] | None = None
+    # A text is split at its commas.
+    stop_sequences: Sequence[str] | str | None = None
     seed: int = 0
+    messages: Sequence[Any] | None = None
+    tools: Sequence[Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # A text keeps the order of its keys.
+    json_schema: str | Mapping[str, Any] | None = None
 
 
 class Answer:
-    """An answer: iterating over it, once, generates its text in pieces of whole characters, and counts its tokens."""
+    """An answer: iterating over it, once, generates its text in pieces of whole characters, and counts its tokens.
+    `finish_reason` says how it ended: `stop` (an end token, or a stop sequence), `schema` (the JSON is complete),
+    `length`, or until then `cancelled`.
+    """
 
-    def __init__(self, prompt_tokens: int, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, request: Request, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
+        self.prompt_tokens, self._is_guided = len(request.prompt), request.guide is not None
         self.new_tokens = 0
+        self.finish_reason = "cancelled"
         self._tokens, self._stream, self._ends = tokens, stream, ends
 
     def __iter__(self) -> Iterator[str]:
@@ -75,9 +91,13 @@ class Answer:
             if piece := self._stream.add(token):
                 yield piece
             if self._stream.has_stopped or token in self._ends:
+                reason = "schema" if self._is_guided and token in self._ends else "stop"
                 break
+        else:
+            reason = "length"
         if piece := self._stream.end():
             yield piece
+        self.finish_reason = reason
 
 
 class TextModel:
@@ -131,16 +151,23 @@ class TextModel:
         return list(self.generator.tokens(request))
 
     def answer(self, inputs: TextInputs) -> Answer:
-        """The answer to a prompt. Iterating over it generates the text.
+        """The answer to a prompt or chat. Iterating over it generates the text.
 
         Raises:
             ValueError: the model cannot take an input.
         """
         request = self.request(inputs)
-        given = _given(inputs.stop_sequences, self._defaults.stop_strings, ())
-        stop = [given] if isinstance(given, str) else given
-        stream = TextStream(self._tokenizer.backend_tokenizer, stop, request.prompt, self._ends)
-        return Answer(len(request.prompt), self.generator.tokens(request), stream, self._ends)
+        stop = self._stop_sequences(inputs)
+        backend, least = self._tokenizer.backend_tokenizer, request.sampling.min_tokens
+        stream = TextStream(backend, stop, request.prompt, self._ends, least)
+        return Answer(request, self.generator.tokens(request), stream, self._ends)
+
+    def _stop_sequences(self, inputs: TextInputs) -> list[str]:
+        given = inputs.stop_sequences
+        if isinstance(given, str):  # as cog-vllm does
+            return [part for part in given.split(",") if part]
+        given = _given(given, self._defaults.stop_strings, ())
+        return [given] if isinstance(given, str) else list(given)
 
     def request(self, inputs: TextInputs) -> Request:
         """Tokenize the prompt, and take the model's defaults for inputs that are None.
@@ -148,41 +175,66 @@ class TextModel:
         Raises:
             ValueError: the model cannot take an input.
         """
-        self._check_lengths(inputs)
+        if inputs.max_tokens is not None and inputs.max_new_tokens is not None:
+            raise ValueError("max_tokens and max_new_tokens are one input with two names; give one of them")
         prompt = self._tokenize(inputs)
         room = self.generator.cache_tokens - len(prompt)
-        new_tokens = _given(inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)))
-        return Request(prompt, new_tokens, _sampling(inputs, self._defaults))
+        new_tokens = _given(inputs.max_tokens, inputs.max_new_tokens, max(1, min(_DEFAULT_NEW_TOKENS, room)))
+        sampling = _sampling(inputs, self._defaults, tuple(sorted(self._ends)))
+        if sampling.min_tokens > new_tokens:
+            raise ValueError(f"min_tokens is {sampling.min_tokens}, more than the {new_tokens} tokens of max_tokens")
+        guide = None
+        if inputs.json_schema is not None:
+            if sampling.min_tokens:
+                raise ValueError("min_tokens cannot be given with json_schema, which says when the answer ends")
+            guide = self._schemas.guide(inputs.json_schema)
+        return Request(prompt, new_tokens, sampling, guide)
 
-    def _check_lengths(self, inputs: TextInputs) -> None:
-        """Check that no text has more characters than the longest token, as often as a prompt may have tokens.
+    @cached_property
+    def _schemas(self) -> Schemas:
+        return Schemas(self._tokenizer, self.generator.vocabulary, self._ends)
+
+    def _check_length(self, name: str, *parts: str) -> None:
+        """Check that texts have no more characters than the longest token, as often as a prompt may have tokens.
 
         Tokenizing takes some 200 bytes for each character. The limit holds even where a tokenizer drops characters.
 
         Raises:
-            ValueError: a text is longer. The message names it, and its limit.
+            ValueError: they have more. The message names them, and their limit.
         """
-        stop, tokens = inputs.stop_sequences or (), self.generator.buckets[-1]
-        texts = {"prompt": [inputs.prompt], "system_prompt": [inputs.system_prompt], "stop_sequences": stop}
-        for name, parts in texts.items():
-            length = sum(map(len, parts))
-            if length > tokens and length > (most := tokens * self._longest_token):
-                raise ValueError(
-                    f"{name} has {length} characters; it may have {most} ({tokens} tokens, PROMPT_BUCKETS)"
-                )
+        length, tokens = sum(map(len, parts)), self.generator.buckets[-1]
+        if length > tokens and length > (most := tokens * self._longest_token):
+            raise ValueError(f"{name} has {length} characters; it may have {most} ({tokens} tokens, PROMPT_BUCKETS)")
 
     @cached_property
     def _longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _tokenize(self, inputs: TextInputs) -> tuple[int, ...]:
-        if self._tokenizer.chat_template is None:
-            if inputs.system_prompt:
-                raise ValueError("the model's tokenizer has no chat template: put the system_prompt into the prompt")
-            return tuple(self._tokenizer(inputs.prompt)["input_ids"])
-        messages = [{"role": "system", "content": inputs.system_prompt}] if inputs.system_prompt else []
-        messages.append({"role": "user", "content": inputs.prompt})
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        """The tokens of a prompt, or of a chat.
+
+        Raises:
+            ValueError: there are both or none, or one is too long, or wrong.
+        """
+        if (inputs.prompt is None) == (inputs.messages is None):
+            raise ValueError("give a prompt, or messages" + ("" if inputs.prompt is None else ", but not both"))
+        self._check_length("stop_sequences", *self._stop_sequences(inputs))
+        self._check_length("prompt", inputs.prompt or "")
+        self._check_length("system_prompt", inputs.system_prompt)
+        messages = inputs.messages
+        if messages is not None and inputs.system_prompt:
+            raise ValueError("give the system_prompt as the first of the messages, with the role system")
+        if messages is None:
+            if self._tokenizer.chat_template is None:
+                if inputs.system_prompt or inputs.tools or inputs.chat_template_kwargs:
+                    raise ValueError(
+                        "the model's tokenizer has no chat template: put all that it is to know into the prompt"
+                    )
+                return tuple(self._tokenizer(inputs.prompt)["input_ids"])
+            messages = [{"role": "system", "content": inputs.system_prompt}] if inputs.system_prompt else []
+            messages.append({"role": "user", "content": inputs.prompt})
+        text = rendered(self._tokenizer, messages, inputs.tools, inputs.chat_template_kwargs)
+        self._check_length("the chat", text)
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -242,14 +294,14 @@ def _check_defaults(defaults: Any) -> None:
     Raises:
         ValueError: another setting is out of its range.
     """
-    _sampling(TextInputs("", temperature=defaults.temperature), defaults)
+    _sampling(TextInputs(temperature=defaults.temperature), defaults)
     unset = defaults._get_default_generation_params()
     given = {name for name, value in defaults.to_diff_dict().items() if value not in (unset.get(name, False), [], {})}
     if ignored := sorted(given - {*_FOLLOWED, *_WITHOUT_EFFECT}):
         log.warning("generation_config.json sets %s, which is ignored here: answers may differ", ", ".join(ignored))
 
 
-def _sampling(inputs: TextInputs, defaults: Any) -> Sampling:
+def _sampling(inputs: TextInputs, defaults: Any, ends: tuple[int, ...] = ()) -> Sampling:
     """The inputs, and the model's defaults for those that are None.
 
     Raises:
@@ -262,6 +314,10 @@ def _sampling(inputs: TextInputs, defaults: Any) -> Sampling:
         top_k=_given(inputs.top_k, defaults.top_k, _DEFAULT_TOP_K),
         repetition_penalty=_given(inputs.repetition_penalty, defaults.repetition_penalty, 1.0),
         seed=inputs.seed,
+        presence_penalty=_given(inputs.presence_penalty, 0.0),
+        frequency_penalty=_given(inputs.frequency_penalty, 0.0),
+        min_tokens=_given(inputs.min_tokens, 0),
+        ends=ends,
     )
 
 

@@ -14,20 +14,26 @@ from torch import Tensor, nn
 # Scores divided by a smaller temperature leave the range of float32. The likeliest token then has all the probability.
 _LEAST_TEMPERATURE = 1e-4
 _LEAST_TOP_P = 1e-9
+_MOST_PENALTY = 2.0  # as of OpenAI and vLLM
 # One program of a GPU compares this many probabilities.
 _ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The options of one request. Temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1 and
-    `repetition_penalty` 1 change nothing."""
+    """The options of one request. Temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1,
+    `repetition_penalty` 1 and the other penalties 0 change nothing. None of the `ends` is chosen among the first
+    `min_tokens`."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -43,6 +49,11 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 or more")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -_MOST_PENALTY <= (value := getattr(self, name)) <= _MOST_PENALTY:
+                raise ValueError(f"{name} is {value}; it must be from -2 to 2")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must be 0 or more")
 
 
 @torch.library.custom_op("text::running_sum", mutates_args=())
@@ -64,7 +75,7 @@ class Sampler(nn.Module):
     """Chooses `chosen` from logits, with the options of the last `set` and the tokens of every `see` since.
 
     It runs inside compiled steps, where repeating a call must give the same result. So `draw` draws the random numbers
-    outside.
+    outside, and `count` counts the tokens of the answer there.
     """
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
@@ -81,6 +92,12 @@ class Sampler(nn.Module):
         self.repetition_penalty = buffer(torch.ones(1))
         self.is_greedy = buffer(torch.ones(1, dtype=torch.bool))
         self.seen = buffer(torch.zeros(vocabulary, dtype=torch.bool))
+        # How often each token is in the answer, and how many are to come before it may end.
+        self.counts = buffer(torch.zeros(vocabulary))
+        self.missing = buffer(torch.zeros(1))
+        self.ends = buffer(torch.zeros(vocabulary, dtype=torch.bool))
+        self.presence_penalty = buffer(torch.zeros(1))
+        self.frequency_penalty = buffer(torch.zeros(1))
         self.noise = buffer(torch.ones(vocabulary))
         self.chosen = buffer(torch.zeros(1, 1, dtype=torch.long))
 
@@ -96,6 +113,12 @@ class Sampler(nn.Module):
         self.generator.manual_seed(sampling.seed)
         self.seen.zero_()
         self.seen.index_fill_(0, prompt, True)
+        self.presence_penalty.fill_(sampling.presence_penalty)
+        self.frequency_penalty.fill_(sampling.frequency_penalty)
+        self.counts.zero_()
+        self.missing.fill_(sampling.min_tokens)
+        self.ends.zero_()
+        self.ends.index_fill_(0, torch.tensor(sampling.ends, dtype=torch.long, device=self.ends.device), True)
 
     def draw(self) -> None:
         """Draw random numbers for the next choice."""
@@ -105,11 +128,21 @@ class Sampler(nn.Module):
         """Let `token`, of shape [1], count for the repetition penalty from now on."""
         self.seen.index_fill_(0, token, True)
 
+    def count(self, token: Tensor) -> None:
+        """Count `token`, of shape [1], as one of the answer."""
+        self.counts.index_add_(0, token, torch.ones_like(token, dtype=self.counts.dtype))
+        self.missing.sub_(1)
+
     def forward(self, logits: Tensor) -> None:
-        """Choose from logits of shape [1, vocabulary], in transformers' order: penalty, temperature, top k, top p."""
+        """Choose from logits of shape [1, vocabulary], in transformers' order: penalties, temperature, top k, top p.
+
+        The penalties for the answer's own tokens, and `min_tokens`, are vLLM's (vllm/model_executor/layers/utils.py).
+        """
         scores = logits[0].float()
         penalty = self.repetition_penalty
         scores = torch.where(self.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        scores = scores - self.frequency_penalty * self.counts - self.presence_penalty * (self.counts > 0)
+        scores = torch.where(self.ends & (self.missing > 0), -torch.inf, scores)
         # A greedy request has temperature 1. Then the first token in this order is the first of the likeliest tokens.
         ordered, order = torch.sort(scores / self.temperature, descending=True, stable=True)
         # Ties with the last of the top k stay, as in TopKLogitsWarper.

@@ -29,9 +29,15 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = (), ends: Collection[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        ends: Collection[int] = (),
+        least: int = 0,
     ) -> None:
-        """The answer follows `prompt`. Its tokens that are in `ends` are no text, like special ones.
+        """The answer follows `prompt`. Its tokens that are in `ends` are no text, like special ones. In the text of its
+        first `least` tokens, no stop sequence is looked for.
 
         Raises:
             ValueError: a stop sequence is empty.
@@ -40,6 +46,7 @@ class TextStream:
             raise ValueError("a stop sequence is empty")
         self.has_stopped = False
         self._tokenizer, self._stop, self._ends = tokenizer, tuple(stop), ends
+        self._least = least
         # The last tokens; how many characters of theirs were given out; where the search for stop sequences begins.
         self._tokens, self._given, self._start = [], 0, 0
         self._begin(prompt)
@@ -47,6 +54,9 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text that this token completes, which is often empty."""
         self._tokens.append(token)
+        if self._least > 0:
+            self._least -= 1
+            self._start = len(self._marked(self._tokens))
         return self._take(is_end=False)
 
     def end(self) -> str:

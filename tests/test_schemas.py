@@ -1,0 +1,224 @@
+"""Answers by a JSON schema: those that end by themselves are valid, and keywords that could not be held to are refused.
+
+The model is one random layer, whose tokens are bytes: without a guide, it says nothing that is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+import transformers
+from cog_server import PROJECT
+from tiny_models import byte_tokenizer
+
+from models.text.model import TextInputs, TextModel
+from models.text.schemas import checked
+from models.text.settings import TextSettings
+
+XGRAMMAR = PROJECT / ".venv" / "schemas"
+pytestmark = pytest.mark.skipif(
+    not XGRAMMAR.is_dir(), reason="xgrammar is not in .venv/schemas: make test puts it there"
+)
+COUNT, PART = 300, 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def xgrammar():
+    sys.path.append(str(XGRAMMAR))
+    yield
+    sys.path.remove(str(XGRAMMAR))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> TextModel:
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = transformers.LlamaConfig(**sizes, **ids, vocab_size=len(tokenizer), max_position_embeddings=300)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return TextModel.load(str(folder), None, TextSettings(prompt_buckets=(16,)))
+
+
+def answer(model: TextModel, schema: Any, seed: int = 0, **inputs: Any) -> tuple[str, str]:
+    found = model.answer(TextInputs("x", json_schema=schema, temperature=1.0, seed=seed, max_tokens=250, **inputs))
+    return "".join(found), found.finish_reason
+
+
+def made_up(source: random.Random, depth: int = 0) -> Any:
+    """A schema of the keywords that are followed."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
+    kinds += [] if depth == 3 else ["object", "object", "array", "anyOf", "$ref"]
+    kind = source.choice(kinds) if depth else "object"
+    if kind == "object":
+        names = source.sample(["a", "é中", "name", "x y", 'q"uote', "back\\slash", "🎈"], source.randint(1, 3))
+        schema = {"type": "object", "properties": {name: made_up(source, depth + 1) for name in names}}
+        schema["required"] = source.sample(names, source.randint(0, len(names)))
+        return schema | source.choice([{}, {"additionalProperties": False}, {"title": "T", "description": "x"}])
+    if kind == "array":
+        least = source.randint(0, 2)
+        items = {"items": made_up(source, depth + 1), "maxItems": least + source.randint(0, 2)}
+        return {"type": "array", **items, **({"minItems": least} if least else {})}
+    if kind == "anyOf":
+        return {"anyOf": [made_up(source, depth + 1) for _ in range(2)]}
+    if kind == "$ref":
+        return {"$ref": source.choice(["#/$defs/one", "#/$defs/two"])}
+    return {
+        "string": source.choice(
+            [{}, {"maxLength": 5}, {"minLength": 2, "maxLength": 4}, {"pattern": "^[a-c]{1,3}x?$"}]
+        ),
+        "integer": source.choice([{}, {"minimum": 3, "maximum": 120}, {"exclusiveMinimum": -5, "exclusiveMaximum": 5}]),
+        "number": source.choice([{}, {"minimum": 0.5, "maximum": 2.25}]),
+    }.get(kind, {}) | (
+        {"enum": source.sample([1, "a", None, True, "é", 2.5, "n\nl\t", 'q"', [1, {"a": []}]], 3)}
+        if kind == "enum"
+        else {"const": source.choice(["fixed", 7, None, False])}
+        if kind == "const"
+        else {"type": kind}
+    )
+
+
+@pytest.mark.parametrize("part", range(COUNT // PART))
+def test_answers_that_end_by_themselves_are_valid_and_others_begin_a_valid_one(model, part):
+    ended = 0
+    for number in range(part * PART, (part + 1) * PART):
+        source = random.Random(number)
+        definitions = {"one": {"type": "boolean"}, "two": {"type": "array", "items": {"type": "null"}, "maxItems": 2}}
+        schema = {**made_up(source), "$defs": definitions}
+        text, reason = answer(model, source.choice([schema, json.dumps(schema)]), number)
+        if reason == "schema":
+            ended += 1
+            jsonschema.validate(json.loads(text), schema)
+        else:
+            assert reason == "length"
+            model._schemas.guide(schema)._matcher.accept_string(text)
+    assert ended >= PART * 2 / 3
+
+
+def test_a_text_keeps_the_order_of_its_properties_and_an_object_has_them_as_cog_gives_them(model):
+    text = '{"type": "object", "properties": {"b": {"const": 1}, "a": {"const": 2}}, "required": ["a", "b"]}'
+    assert answer(model, text)[0] == '{"b": 1, "a": 2}'
+    assert answer(model, json.loads(text))[0] == '{"b": 1, "a": 2}'
+
+
+def test_a_schema_may_refer_to_itself(model):
+    schema = {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
+    ended = 0
+    for seed in range(10):
+        text, reason = answer(model, schema, seed)
+        if reason == "schema":
+            ended += 1
+            jsonschema.validate(json.loads(text), schema)
+    assert ended
+
+
+REFUSED: dict[str, Any] = {
+    keyword: {"type": "object", keyword: value}
+    for keyword, value in {
+        "uniqueItems": True,
+        "not": {},
+        "oneOf": [{}],
+        "allOf": [{}],
+        "if": {},
+        "then": {},
+        "else": {},
+        "dependentRequired": {},
+        "dependentSchemas": {},
+        "format": "date",
+        "contains": {},
+        "minContains": 1,
+        "maxContains": 1,
+        "prefixItems": [],
+        "unevaluatedItems": False,
+        "unevaluatedProperties": False,
+        "patternProperties": {},
+        "propertyNames": {},
+        "minProperties": 1,
+        "maxProperties": 1,
+        "multipleOf": 3,
+        "contentEncoding": "base64",
+        "contentMediaType": "x",
+        "$anchor": "x",
+        "$dynamicRef": "#x",
+        "$id": "x",
+        "$vocabulary": {},
+        "unknown": 1,
+    }.items()
+}
+REFUSED |= {
+    "the pattern a,": {"type": "string", "pattern": "a", "minLength": 2},
+    "beside enum": {"type": "string", "enum": ["a", 1]},
+    "beside const": {"type": "string", "const": 1},
+    "beside anyOf": {"type": "object", "anyOf": [{}]},
+    "beside $ref": {"$ref": "#/$defs/a", "$defs": {"a": {}}, "minimum": 1},
+    "the $ref https://x": {"$ref": "https://x"},
+    "the $ref #/$defs/b": {"$ref": "#/$defs/b"},
+    "requires b": {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+    "maxItems must be": {"type": "array", "maxItems": 10**9},
+    "minLength must be": {"type": "string", "minLength": "1"},
+    "no JSON": '{"type": ',
+    "must be an object": "[1]",
+    "cannot be printed": {"type": "object", "properties": {"n\nl": {}}},
+    "in place of a schema": {"type": "array", "items": 3},
+    "properties must be an object": {"type": "object", "properties": []},
+    "has 20013 characters": {"const": "x" * 20_000},
+}
+
+
+PATTERNS = ["^[a-c]{1,3}x?$", "b|d+", r"^\d{1,2}\.\d$", r"^[\w.]+@\w+$", "^(?:ab|(cd)){2}$", "^.{3}$", "^[^a]{1,4}$"]
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, r"^\$\{x\}$", "^[A-Z0-9_-]{2}$", "^[-+]?[0-9]{1,3}$", r"^[\]\[]\/$"])
+def test_texts_follow_patterns(model, pattern):
+    schema = {"type": "string", "pattern": pattern}
+    for seed in range(30):
+        text, reason = answer(model, schema, seed)
+        if reason == "schema":
+            jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("(?=a)a", "(?!a)a", "(?<!a)a", "(?i)a", "(?P<a>b)", r"(a)\1", r"\bx", r"\p{L}", r"\s", r"\S", r"\W"),
+        *('a"', r"\\", r"\t", r"\x22", r"\u0022", "[ -~]", "[!-z]", "\n", "[a", "]", r"[^\S]"),
+    ],
+)
+def test_a_pattern_that_cannot_be_followed_is_refused(pattern):
+    with pytest.raises(ValueError, match="has the pattern"):
+        checked({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_an_answer_could_not_be_held_to_is_refused_by_name(named):
+    schema = REFUSED[named]
+    for nested in (schema, {"type": "object", "properties": {"p": schema}}) if isinstance(schema, dict) else (schema,):
+        if nested is schema or "$defs" not in schema:
+            with pytest.raises(ValueError, match=named.strip().replace("$", r"\$").replace("20013", r"20\d\d\d")):
+                checked(nested)
+
+
+def test_the_least_number_of_tokens_is_refused_with_a_schema(model):
+    with pytest.raises(ValueError, match="min_tokens cannot be given with json_schema"):
+        answer(model, {"type": "null"}, min_tokens=3)
+
+
+def test_an_answer_without_a_schema_is_the_same_after_one_with_it(model):
+    plain = "".join(model.answer(TextInputs("x", temperature=1.0, seed=3, max_tokens=20)))
+    answer(model, {"type": "array"})
+    assert "".join(model.answer(TextInputs("x", temperature=1.0, seed=3, max_tokens=20))) == plain
+
+
+def test_without_xgrammar_the_answer_says_what_to_install(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    monkeypatch.delitem(model.__dict__, "_schemas", raising=False)
+    with pytest.raises(ValueError, match="json_schema needs xgrammar; add it"):
+        answer(model, {"type": "null"})
