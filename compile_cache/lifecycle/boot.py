@@ -198,13 +198,18 @@ class Boot:
         self._has_entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """READY, once: write the report and start to publish. After an error of the caller's code, publish nothing."""
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """READY, once: write the report and start to publish. An error of the caller's code is logged, unless somebody
+        observes the boots; then nothing is published."""
+        if error is not None and _observed is None:
+            from compile_cache.lifecycle.host import log_failed_setup
+
+            log_failed_setup(error)
         if self.report.ready_s:
             return  # a later block adds to what is published
-        if self._orders is not None and (kind is not None or self._regions is None):
+        if self._orders is not None and (error is not None or self._regions is None):
             self._orders.queue.release()  # else regions do it
-        if kind is not None:
+        if error is not None:
             if self._restore is not None:
                 self._restore.abandon()
             if self._weights is not None:
