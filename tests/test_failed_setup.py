@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boots import python_path, settings
+from boots import ONE_CLASS, TESTS, after, python_path, settings, stored
 from cog_server import PROJECT, CogServer
 from marked_processes import wait_for
 
@@ -28,19 +28,25 @@ class Predictor(BaseRunner):
 def load() -> None:
     raise ValueError("there are no weights")
 """
+TOY = "toy_predictor.py:Predictor"
 CONFIGURED = "import logging\nlogging.basicConfig(level=logging.WARNING, format='%(message)s')\n"
 
 
 def fail(folder: Path, predict: str, **variables: str) -> tuple[dict[str, Any], list[str], int]:
-    """The health check of a server whose setup fails, the setup's lines in its log, and its exit code."""
+    """`serve` a predictor with this code in `folder`."""
     (folder / "predict.py").write_text(predict)
-    environ = settings(folder, **variables) | {"PYTHONPATH": python_path(PROJECT)}
-    with CogServer("predict.py:Predictor", folder / "server.log", environ, folder) as running:
-        wait_for(lambda: running.health().get("status") not in (None, "STARTING"))
+    return serve("predict.py:Predictor", folder, settings(folder, **variables) | {"PYTHONPATH": python_path(PROJECT)})
+
+
+def serve(predictor: str, folder: Path, environ: dict[str, str]) -> tuple[dict[str, Any], list[str], int]:
+    """The health check of a server after its setup, the setup's lines in its log, and its exit code."""
+    project = TESTS if predictor == TOY else folder
+    with CogServer(predictor, folder / "server.log", environ, project) as running:
+        wait_for(lambda: running.health().get("status", "STARTING") != "STARTING")
         health = running.health()
-    exit_code = running.process.wait()
     lines = [json.loads(line) for line in running.log.read_text().splitlines()]
-    return health, [line["fields"]["message"] for line in lines if line["target"] == "coglet::setup"], exit_code
+    messages = [line["fields"]["message"] for line in lines if line["target"] == "coglet::setup"]
+    return health, messages, running.process.wait()
 
 
 @pytest.mark.parametrize("configured", ["", CONFIGURED], ids=["the library's log", "a configured log"])
@@ -57,3 +63,23 @@ def test_the_error_and_its_traceback_are_in_the_log_once_for_two_boots(tmp_path,
 def test_an_error_before_the_context_is_not_in_the_log(tmp_path):
     _, lines, _ = fail(tmp_path, PREDICT.replace("with ", "load()\n        with "), scope="off")
     assert not lines
+
+
+def test_a_server_that_requires_a_hit_fails_without_one_and_says_why_and_stores_nothing(tmp_path):
+    environ = settings(tmp_path, require="hit") | ONE_CLASS
+    health, lines, exit_code = serve(TOY, tmp_path, environ)
+    assert (health["status"], exit_code) == ("SETUP_FAILED", 0)
+    (said,) = [line for line in lines if line.startswith("setup.failed")]
+    assert "COMPILE_CACHE_REQUIRE=hit, but this boot is not restored" in said
+    assert "restore: miss (no version of toy--model is stored" in said
+    assert "region WideBlock: eager (no code is stored for its calls)" in said
+    assert said.partition("The setup failed: ")[2] in health["setup"]["logs"]
+    assert not any("Traceback" in line for line in lines)
+    assert not stored(tmp_path / "store")
+    assert json.loads((tmp_path / "report.json").read_text())["restore"]["outcome"] == "miss"
+
+
+def test_a_server_that_requires_a_hit_and_has_one_is_ready(tmp_path, cold):
+    health, lines, _ = serve(TOY, tmp_path, after(cold[0], tmp_path, require="hit"))
+    assert health["status"] == "READY"
+    assert "setup.failed" not in str(lines)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compile_cache import child_process
-from compile_cache.errors import CompileCacheError, SettingsError, attempt, log
+from compile_cache.errors import CompileCacheError, NotRestored, SettingsError, attempt, log
 from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
@@ -80,7 +80,7 @@ def boot(
     show_log()
     settings = resolve_cold_start(Settings.from_env(environ))
     if child_process.is_child:
-        settings, weights = replace(settings, scope="off"), False
+        settings, weights = replace(settings, scope="off", require="off"), False
     if settings.signing_key or settings.trusted_keys:
         from compile_cache.storage.rules import Rules
 
@@ -200,10 +200,14 @@ class Boot:
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """READY, once: write the report and start to publish. An error of the caller's code is logged, unless somebody
-        observes the boots; then nothing is published."""
-        if error is not None and _observed is None:
-            from compile_cache.lifecycle.host import log_failed_setup
+        observes the boots; then nothing is published.
 
+        Raises:
+            NotRestored: the settings require a restored boot, and this is none. It publishes nothing either.
+        """
+        from compile_cache.lifecycle.host import log_failed_setup
+
+        if error is not None and _observed is None:
             log_failed_setup(error)
         if self.report.ready_s:
             return  # a later block adds to what is published
@@ -222,6 +226,13 @@ class Boot:
         elif "warm_up" in self.report.phases:
             self._regions.name_unused(self.counts().graphs)
         self._complete_report()
+        if self._settings.require == "hit" and (missing := self.report.missing()):
+            failure = NotRestored(
+                f"COMPILE_CACHE_REQUIRE=hit, but this boot is not restored and precompiled: {'; '.join(missing)}. Fill "
+                "the store with `compile-cache fill`, in this image and on this kind of machine, or unset the variable."
+            )
+            log_failed_setup(failure)
+            raise failure
         if self._publication is not None and self._settings.may_publish:
             with self._degrading("start publishing"):
                 from compile_cache.lifecycle.publisher import Publisher

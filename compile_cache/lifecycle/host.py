@@ -41,7 +41,7 @@ def resolve_cold_start(settings: Settings) -> Settings:
 
     `cold_start` becomes `background` in a Cog server that stays, and `block` elsewhere. `unseen` becomes `background`,
     or `eager` in a server of one prediction whose setup compiles: it would end before the answer came. Only a server of
-    one prediction has no `setup_budget_s` then.
+    one prediction has no `setup_budget_s` then, and nothing is required of its boot.
     """
     cold_start, server = settings.cold_start, _server()
     if cold_start == "auto":
@@ -52,7 +52,8 @@ def resolve_cold_start(settings: Settings) -> Settings:
     budget_s = settings.setup_budget_s
     if budget_s is None and server != "answers once":
         budget_s = _SETUP_BUDGET_S
-    return replace(settings, cold_start=cold_start, unseen=unseen, setup_budget_s=budget_s)
+    require = settings.require if server != "answers once" else "off"
+    return replace(settings, cold_start=cold_start, unseen=unseen, setup_budget_s=budget_s, require=require)
 
 
 def _server() -> str:
