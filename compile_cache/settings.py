@@ -46,6 +46,7 @@ class Settings:
     leave_eager: tuple[str, ...] = ()
     graphs: tuple[str, ...] = ()
     publish: bool = True
+    weights_timeout_s: float = 600.0
     restore_timeout_s: float = 60.0
     exit_budget_s: float = 7.0
     report: str | None = None

@@ -41,6 +41,7 @@ GOOD = [
     ("PUBLISH", "false", False),
     ("PUBLISH", "1", True),
     ("PUBLISH", "False", False),
+    ("WEIGHTS_TIMEOUT_S", "30", 30.0),
     ("RESTORE_TIMEOUT_S", "2.5", 2.5),
     ("EXIT_BUDGET_S", "0", 0.0),
     ("REPORT", "/tmp/report.json", "/tmp/report.json"),

@@ -74,6 +74,7 @@ def boot(
 
     Raises:
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, `sources` is no list, or a path in it does not exist.
+        WeightsError: weights that Cog manages did not arrive.
     """
     from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user, resolve_cold_start, show_log
 
@@ -154,6 +155,8 @@ class Boot:
         self._is_loading = True
         self._notes: Notes | None = None
         self._weights: EarlyWeights | None = None
+        if not child_process.is_child:
+            self._wait_for_weights(model)
         if settings.enabled:
             self._begin(model, sources, environ)
         if weights:
@@ -164,6 +167,21 @@ class Boot:
                 self._weights = EarlyWeights(partial(find_files, model, weights))
             if "torch" in sys.modules:
                 self._begin_to_copy()
+
+    def _wait_for_weights(self, model: str) -> None:
+        """Wait until the model's folder is there, if Cog manages its weights.
+
+        Raises:
+            WeightsError: it did not arrive.
+        """
+        from compile_cache.key.managed_weights import ManagedWeights, managed_weights
+
+        managed: ManagedWeights | None = None
+        with self._degrading("read which weights Cog manages; the folder counts as any other"):
+            managed = managed_weights(model)
+        if managed is not None:
+            with self.timed("managed_weights"):
+                managed.wait(self._settings.weights_timeout_s)
 
     def _begin(self, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]) -> None:
         """Claim the cache directory, and start the restore."""
