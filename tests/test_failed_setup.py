@@ -11,6 +11,9 @@ from boots import ONE_CLASS, TESTS, after, python_path, settings, stored
 from cog_server import PROJECT, CogServer
 from marked_processes import wait_for
 
+import compile_cache
+from compile_cache.lifecycle.boot import observed_boots
+
 PREDICT = """
 import compile_cache
 from cog import BaseRunner
@@ -58,6 +61,17 @@ def test_the_error_and_its_traceback_are_in_the_log_once_for_two_boots(tmp_path,
     assert lines[said + 1].startswith("Traceback")
     assert sum(line.endswith("in load") for line in lines) == 1
     assert "in load" not in json.dumps(health)
+
+
+def test_a_fill_prints_the_traceback_itself_and_an_error_after_ready_is_none_of_the_setup(tmp_path, caplog):
+    environ = settings(tmp_path, scope="off")
+    with pytest.raises(KeyError), observed_boots(), compile_cache.boot("org/model", environ=environ):
+        raise KeyError("a mistake")
+    with compile_cache.boot("org/model", environ=environ) as begun:
+        pass
+    with pytest.raises(KeyError), begun:
+        raise KeyError("a mistake")
+    assert "setup.failed" not in caplog.text
 
 
 def test_an_error_before_the_context_is_not_in_the_log(tmp_path):

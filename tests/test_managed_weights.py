@@ -75,7 +75,7 @@ def test_a_model_outside_the_sets_has_the_version_of_its_files(project):
 
 def test_a_boot_has_the_version_of_the_set(project):
     manage(project)
-    with compile_cache.boot(MODEL, environ=settings(project)) as begun:
+    with compile_cache.boot(MODEL, environ=settings(project, publish="false")) as begun:
         pass
     assert begun.report.model_version == version()
 

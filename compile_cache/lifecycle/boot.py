@@ -225,10 +225,10 @@ class Boot:
         """
         from compile_cache.lifecycle.host import log_failed_setup
 
-        if error is not None and _observed is None:
-            log_failed_setup(error)
         if self.report.ready_s:
             return  # a later block adds to what is published
+        if error is not None and _observed is None:
+            log_failed_setup(error)
         if self._orders is not None and (error is not None or self._regions is None):
             self._orders.queue.release()  # else regions do it
         if error is not None:
