@@ -2,6 +2,8 @@
 
 CompileCacheError
 ├── SettingsError            a setting is unknown or has an invalid value
+├── NotRestored              a boot is not restored and precompiled, and COMPILE_CACHE_REQUIRE=hit
+├── WeightsError             Cog's managed weights did not arrive, or its file about them is damaged
 ├── NotAModuleError          the argument of boot.compile() is no torch.nn.Module
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
@@ -21,7 +23,8 @@ CompileCacheError
     └── ObjectNotFound       the object or the bucket does not exist
 
 Each message says what happened, where, and what to do about it. A boot raises only `SettingsError`, because settings
-are the user's own input. Every other error costs speed, not the boot.
+are the user's own input, `NotRestored`, if they ask for it, and `WeightsError`, if there are no weights. Every other
+error costs speed, not the boot.
 """
 
 from __future__ import annotations
@@ -53,6 +56,14 @@ class CompileCacheError(Exception):
 
 class SettingsError(CompileCacheError, ValueError):
     """A setting is unknown or has an invalid value. The message names the variable."""
+
+
+class NotRestored(CompileCacheError):
+    """A boot is not restored and precompiled, and the settings require it. The message says why."""
+
+
+class WeightsError(CompileCacheError):
+    """Cog's managed weights did not arrive, or its file about them is damaged. The message names the folder or file."""
 
 
 class NotAModuleError(CompileCacheError, TypeError):

@@ -42,9 +42,11 @@ class Settings:
     cold_start: Literal["auto", "background", "block"] = "auto"
     unseen: Literal["auto", "background", "eager", "error"] = "auto"
     setup_budget_s: float | None = None
+    require: Literal["off", "hit"] = "off"
     leave_eager: tuple[str, ...] = ()
     graphs: tuple[str, ...] = ()
     publish: bool = True
+    weights_timeout_s: float = 600.0
     restore_timeout_s: float = 60.0
     exit_budget_s: float = 7.0
     report: str | None = None
@@ -99,6 +101,8 @@ class Settings:
                 problems.append(f"{name}={given[name]!r}: {error}")
         try:
             settings = cls(**values)
+            if settings.require == "hit" and not settings.enabled:
+                problems.append(f"{PREFIX}REQUIRE=hit, but {PREFIX}SCOPE=off restores nothing. Unset one of them.")
         except SettingsError as error:
             problems.append(str(error))
         if problems:

@@ -103,6 +103,33 @@ def test_one_region_not_precompiled_nothing_loaded_or_a_miss_is_not_fully_precom
     assert not change(precompiled_report(), path, value).fully_precompiled
 
 
+def test_a_precompiled_boot_lacks_nothing_whatever_is_late_or_left_eager_by_the_user():
+    report = precompiled_report()
+    report.regions[1].settled = "late"
+    left = RegionReport("Tail", 2, "eager", is_left_eager=True)
+    report.regions.append(left)
+    assert report.missing() == []
+    assert BootReport(restore=RestoreReport("hit"), regions=[left]).missing() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("restore", RestoreReport("miss", "nothing is stored"), "restore: miss (nothing is stored), 0 files"),
+        ("restore", RestoreReport("seeded", seeded_from="1"), "restore: seeded from version 1"),
+        ("regions.1.settled", "graphs", "region Head: graphs (its reason)"),
+        ("regions.0.waiting", 1, "region Block: eager (no code is stored for its calls)"),
+        ("regions", [], "precompiled: 3 loaded"),
+        ("counts.benchmarks", 7, "7 benchmarks"),
+    ],
+)
+def test_what_a_boot_lacks_is_named_with_the_reason(path, value, said):
+    report = precompiled_report()
+    report.regions[1].reason = "its reason"
+    (line,) = change(report, path, value).missing()
+    assert said in line
+
+
 def test_hits_and_misses_add_up_both_caches_and_count_bypasses_as_misses():
     counts = CompileCounts(0, 1, 10, 100, 2, 20, 200)
     assert (counts.hits, counts.misses) == (3, 330)

@@ -91,6 +91,12 @@ def test_a_server_in_a_mounted_project_lasts_only_if_it_says_so(in_mount, given,
     assert started(WORKER, in_mount[0], given, in_mount[1]) == expected
 
 
+@pytest.mark.parametrize(("given", "expected"), [(COG, "off"), (KEPT, "hit")], ids=["cog run", "cog serve"])
+def test_no_hit_is_required_of_a_server_of_one_prediction(in_mount, given, expected):
+    worker = WORKER.replace("[settings.cold_start, settings.unseen, settings.setup_budget_s]", "settings.require")
+    assert started(worker, in_mount[0], given, in_mount[1], REQUIRE="hit") == expected
+
+
 def test_a_server_of_one_prediction_leaves_to_later_runs_what_takes_long(in_mount, tmp_path):
     places = {name: str(tmp_path / name.lower()) for name in ("STORE", "DIR")}
     told = started(BOOT, in_mount[0], COG, in_mount[1], **places)

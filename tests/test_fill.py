@@ -106,9 +106,10 @@ def small_project(folder: Path, predict: str = PREDICT) -> Path:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """A folder for an image, filled with the demo model of this project's cog.yaml."""
+    """A folder for an image, filled with the demo model of this project's cog.yaml: a fill requires no hit."""
     folder = tmp_path_factory.mktemp("demo")
-    return folder, fill(folder, "--to", str(folder / "baked"), "--json", WARM_UP_SIZES="64x64")
+    variables = {"WARM_UP_SIZES": "64x64", "COMPILE_CACHE_REQUIRE": "hit"}
+    return folder, fill(folder, "--to", str(folder / "baked"), "--json", **variables)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_the_demo_model_is_filled_and_nothing_is_missing(demo):
 def test_a_predictor_with_the_folder_as_its_layer_compiles_nothing(demo):
     folder, _ = demo
     environ = {
-        **settings(folder, store="off", layers=str(folder / "baked")),
+        **settings(folder, store="off", layers=str(folder / "baked"), require="hit"),
         "MODEL": "demo/flux-digits",
         "IMAGE_SIZES": "64x64,96x64,64x96",
         "WARM_UP_SIZES": "64x64",

@@ -34,12 +34,14 @@ GOOD = [
     ("DYNAMIC", "auto", None),
     *(("COLD_START", value, value) for value in ("background", "block", "auto")),
     *(("UNSEEN", value, value) for value in ("eager", "error", "background", "auto")),
+    *(("REQUIRE", value, value) for value in ("hit", "off")),
     ("SETUP_BUDGET_S", "0", 0.0),
     ("SETUP_BUDGET_S", "120", 120.0),
     ("LEAVE_EAGER", "FluxTransformerBlock, models.mine.Block,", ("FluxTransformerBlock", "models.mine.Block")),
     ("PUBLISH", "false", False),
     ("PUBLISH", "1", True),
     ("PUBLISH", "False", False),
+    ("WEIGHTS_TIMEOUT_S", "30", 30.0),
     ("RESTORE_TIMEOUT_S", "2.5", 2.5),
     ("EXIT_BUDGET_S", "0", 0.0),
     ("REPORT", "/tmp/report.json", "/tmp/report.json"),
@@ -55,6 +57,7 @@ BAD = [
     ("DYNAMIC", "maybe", "Expected `bool"),
     ("COLD_START", "warm", "give one of auto, background, block"),
     ("UNSEEN", "block", "give one of auto, background, eager, error"),
+    *(("REQUIRE", value, "give one of off, hit") for value in ("true", "HIT", "null")),
     ("SETUP_BUDGET_S", "-1", "must be seconds between 0 and 86400"),
     ("SETUP_BUDGET_S", "5m", "5m"),
     ("PUBLISH", "yes please", "Expected `bool"),
@@ -126,6 +129,11 @@ def test_all_problems_are_in_one_message_of_the_librarys_tree_that_is_a_value_er
     for name in ("STOER", "SCOPE", "EXIT_BUDGET_S", "PUBLISH", "DIR"):
         assert PREFIX + name in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_hit_cannot_be_required_where_nothing_is_restored():
+    with pytest.raises(SettingsError, match=f"{PREFIX}REQUIRE=hit, but {PREFIX}SCOPE=off"):
+        read(REQUIRE="hit", SCOPE="off")
 
 
 # Layers

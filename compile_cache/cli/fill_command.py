@@ -36,6 +36,7 @@ _VARIABLES = {
     "COLD_START": "block",
     "UNSEEN": "eager",
     "SETUP_BUDGET_S": "86399",
+    "REQUIRE": "",
     "PUBLISH": "true",
     "LAYERS": "",
     "EXIT_BUDGET_S": "60",

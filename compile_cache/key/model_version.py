@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,7 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from compile_cache.errors import WeightsError
 from compile_cache.key.environment import installed_version
+from compile_cache.key.managed_weights import ManagedWeights, managed_weights
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx"})
 _LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller; larger files are weights
@@ -48,6 +51,7 @@ def model_version(model: str, sources: Sequence[str | Path]) -> str:
 
     | model | ingredients |
     | --- | --- |
+    | folder of Cog's managed weights | the digest of their set, and its place there: no file is read |
     | folder | its small files, and each weight file's name, size and safetensors header |
     | hub id (`org/name`) | its commit; its revision, if that is not downloaded |
     | any other name | the name |
@@ -61,7 +65,12 @@ def model_version(model: str, sources: Sequence[str | Path]) -> str:
 
 def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[str, bytes]]:
     name, revision = split_revision(model)
-    if os.path.isdir(name):
+    managed: ManagedWeights | None = None
+    with contextlib.suppress(WeightsError):  # the boot warns of it
+        managed = managed_weights(model)
+    if managed is not None:
+        yield managed.place, managed.set_digest.encode()
+    elif os.path.isdir(name):
         for path in _paths(Path(name)):
             yield path.relative_to(name).as_posix(), _model_content(path)
     elif _HUB_ID.fullmatch(name):

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from compile_cache.errors import CompileCacheError, SettingsError, attempt, log
+from compile_cache.errors import CompileCacheError, NotRestored, SettingsError, attempt, log
 from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
@@ -73,6 +73,7 @@ def boot(
 
     Raises:
         SettingsError: a `COMPILE_CACHE_*` variable is wrong, `sources` is no list, or a path in it does not exist.
+        WeightsError: weights that Cog manages did not arrive.
     """
     from compile_cache import child_process
     from compile_cache.lifecycle.host import keep_worker_alive_on_interrupt, name_user, resolve_cold_start, show_log
@@ -80,7 +81,7 @@ def boot(
     show_log()
     settings = resolve_cold_start(Settings.from_env(environ))
     if child_process.is_child:
-        settings, weights = replace(settings, scope="off"), False
+        settings, weights = replace(settings, scope="off", require="off"), False
     if settings.signing_key or settings.trusted_keys:
         from compile_cache.storage.rules import Rules
 
@@ -148,6 +149,10 @@ class Boot:
         self._is_loading = True  # until the weights are there: so long, first calls are made
         self._notes: Notes | None = None
         self._weights: EarlyWeights | None = None
+        from compile_cache import child_process
+
+        if not child_process.is_child:
+            self._wait_for_weights(model)
         if settings.enabled:
             self._begin(model, sources, environ)
         if weights:
@@ -157,6 +162,21 @@ class Boot:
             self._weights = EarlyWeights(partial(find_files, model, weights))
             if "torch" in sys.modules:
                 self._begin_to_copy()
+
+    def _wait_for_weights(self, model: str) -> None:
+        """Wait until the model's folder is there, if Cog manages its weights.
+
+        Raises:
+            WeightsError: it did not arrive.
+        """
+        from compile_cache.key.managed_weights import ManagedWeights, managed_weights
+
+        managed: ManagedWeights | None = None
+        with self._degrading("read which weights Cog manages; the folder counts as any other"):
+            managed = managed_weights(model)
+        if managed is not None:
+            with self.timed("managed_weights"):
+                managed.wait(self._settings.weights_timeout_s)
 
     def _begin(self, model: str, sources: Sequence[str | Path], environ: MutableMapping[str, str]) -> None:
         """Claim the cache directory, and start the restore."""
@@ -191,15 +211,24 @@ class Boot:
         self._has_entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """READY, once: write the report and start to publish. After an error of the caller's code, publish nothing."""
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """READY, once: write the report and start to publish. An error of the caller's code is logged, unless somebody
+        observes the boots; then nothing is published.
+
+        Raises:
+            NotRestored: the settings require a restored boot, and this is none. It publishes nothing either.
+        """
+        from compile_cache.lifecycle.host import log_failed_setup
+
         if self.report.ready_s:
             return  # a later block adds to what is published
+        if error is not None and _observed is None:
+            log_failed_setup(error)
         if self._weights is not None:
-            (self._weights.end if kind is None else self._weights.drop)()
-        if self._orders is not None and (kind is not None or self._regions is None):
+            (self._weights.end if error is None else self._weights.drop)()
+        if self._orders is not None and (error is not None or self._regions is None):
             self._orders.queue.release()  # else regions do it
-        if kind is not None:
+        if error is not None:
             if self._restore is not None:
                 self._restore.abandon()
             return
@@ -208,6 +237,13 @@ class Boot:
         elif "warm_up" in self.report.phases:
             self._regions.name_unused(self.counts().graphs)
         self._complete_report()
+        if self._settings.require == "hit" and (missing := self.report.missing()):
+            failure = NotRestored(
+                f"COMPILE_CACHE_REQUIRE=hit, but this boot is not restored and precompiled: {'; '.join(missing)}. Fill "
+                "the store with `compile-cache fill`, in this image and on this kind of machine, or unset the variable."
+            )
+            log_failed_setup(failure)
+            raise failure
         if self._publication is not None and self._settings.may_publish:
             with self._degrading("start publishing"):
                 from compile_cache.lifecycle.publisher import Publisher

@@ -118,6 +118,16 @@ class BootReport:
             region.step in ("late", "precompiled") or region.is_left_eager for region in self.regions
         )
 
+    def missing(self) -> list[str]:
+        """Why the boot is not restored and fully precompiled; empty if it is. Regions that the user leaves eager do not
+        count."""
+        planned = [region for region in self.regions if not region.is_left_eager]
+        why = [self.restore.lines()[0]] if self.restore.outcome != "hit" else []
+        for region in [region for region in planned if region.step not in ("late", "precompiled")]:
+            why.append(f"region {region.name}: {region.step} ({region.reason or 'no code is stored for its calls'})")
+        is_whole = self.fully_precompiled or (self.regions and not planned)
+        return why or ([] if is_whole else [self._counts_line()])
+
     def to_json(self) -> str:
         """The report as JSON, with the figures derived from it."""
         derived = ("compare_s", "fully_cached", "fully_precompiled")
@@ -142,17 +152,22 @@ class BootReport:
 
     def lines(self) -> list[str]:
         """The main figures for a setup log."""
-        counts = self.counts
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
         return [
             *self.restore.lines(),
             *(_region_line(region) for region in self.regions),
-            f"precompiled: {counts.precompiled_loaded} loaded, {counts.precompiled_made} made; "
-            f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
-            f"{counts.benchmarks} benchmarks",
+            self._counts_line(),
             *(f"warning: {warning}" for warning in self.warnings),
             f"ready after {self.ready_s:.2f} s ({phases}, of which comparing {self.compare_s:.2f} s)",
         ]
+
+    def _counts_line(self) -> str:
+        counts = self.counts
+        return (
+            f"precompiled: {counts.precompiled_loaded} loaded, {counts.precompiled_made} made; "
+            f"lookups: {counts.hits} hits, {counts.misses} misses; anew: {counts.kernels_compiled} kernels, "
+            f"{counts.benchmarks} benchmarks"
+        )
 
     def metrics(self) -> dict[str, Any]:
         """The main figures by metric name, for `record_metric`."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from compile_cache.errors import CacheDirectoryError, log
+from compile_cache.errors import CacheDirectoryError, Failure, log
 from compile_cache.key.model_version import has_common_name, model_name
 from compile_cache.settings import Settings, split_url
 from compile_cache.storage.directory import CacheDirectory
@@ -30,6 +30,8 @@ _SERVER = b"cog.server.http"
 _KEPT_RUNNING = b"--await-explicit-shutdown"
 _SETUP_BUDGET_S = 240.0
 _SAVED_STDERR = 101
+# Cog's worker forwards lines in milliseconds. Those that it has not forwarded when a setup fails are lost.
+_FORWARDED_S = 0.5
 # INFO and what is above it: a level that no program sets, so that one that a program sets later is told from it.
 _SHOWN = logging.INFO - 1
 
@@ -39,7 +41,7 @@ def resolve_cold_start(settings: Settings) -> Settings:
 
     `cold_start` becomes `background` in a Cog server that stays, and `block` elsewhere. `unseen` becomes `background`,
     or `eager` in a server of one prediction whose setup compiles: it would end before the answer came. Only a server of
-    one prediction has no `setup_budget_s` then.
+    one prediction has no `setup_budget_s` then, and nothing is required of its boot.
     """
     cold_start, server = settings.cold_start, _server()
     if cold_start == "auto":
@@ -50,7 +52,8 @@ def resolve_cold_start(settings: Settings) -> Settings:
     budget_s = settings.setup_budget_s
     if budget_s is None and server != "answers once":
         budget_s = _SETUP_BUDGET_S
-    return replace(settings, cold_start=cold_start, unseen=unseen, setup_budget_s=budget_s)
+    require = settings.require if server != "answers once" else "off"
+    return replace(settings, cold_start=cold_start, unseen=unseen, setup_budget_s=budget_s, require=require)
 
 
 def _server() -> str:
@@ -121,6 +124,17 @@ def container_log() -> logging.Handler:
         if os.path.samestat(os.fstat(_SAVED_STDERR), os.stat(f"/proc/{os.getppid()}/fd/2")):
             return logging.StreamHandler(os.fdopen(_SAVED_STDERR, "w", closefd=False))
     return logging.NullHandler()
+
+
+def log_failed_setup(error: BaseException) -> None:
+    """Log an error that fails the setup, once: Cog shows no traceback of it anywhere. First one line, then the
+    traceback, unless the error is only about to be raised. Takes half a second under Cog."""
+    if "is_logged" not in vars(error):
+        vars(error)["is_logged"] = True
+        raised = error if error.__traceback__ else None
+        log.error("setup.failed The setup failed: %s", Failure(error).reason if raised else error, exc_info=raised)
+        if "coglet" in sys.modules:
+            time.sleep(_FORWARDED_S)
 
 
 class _UntilConfigured(logging.StreamHandler[TextIO]):
