@@ -567,6 +567,7 @@ class Boot:
         for line in self.report.lines():
             log.info(line)
         self.report.save()
+        self._timeline.end_setup()
 
     def _count(self) -> None:
         counts = self.counts()
