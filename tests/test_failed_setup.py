@@ -80,14 +80,13 @@ def test_an_error_before_the_context_is_not_in_the_log(tmp_path):
 
 
 def test_a_server_that_requires_a_hit_fails_without_one_and_says_why_and_stores_nothing(tmp_path):
-    environ = settings(tmp_path, require="hit") | ONE_CLASS
+    environ = settings(tmp_path, require="hit", cold_start="background") | ONE_CLASS
     health, lines, exit_code = serve(TOY, tmp_path, environ)
     assert (health["status"], exit_code) == ("SETUP_FAILED", 0)
     (said,) = [line for line in lines if line.startswith("setup.failed")]
     assert "COMPILE_CACHE_REQUIRE=hit, but this boot is not restored" in said
     assert "restore: miss (no version of toy--model is stored" in said
-    for region in json.loads((tmp_path / "report.json").read_text())["regions"]:
-        assert region["is_left_eager"] or f"region {region['name']}: " in said, lines
+    assert "region WideBlock: eager (no code is stored for its calls)" in said
     assert said.partition("The setup failed: ")[2] in health["setup"]["logs"]
     assert not any("Traceback" in line for line in lines)
     assert not stored(tmp_path / "store")
@@ -95,6 +94,6 @@ def test_a_server_that_requires_a_hit_fails_without_one_and_says_why_and_stores_
 
 
 def test_a_server_that_requires_a_hit_and_has_one_is_ready(tmp_path, cold):
-    health, lines, _ = serve(TOY, tmp_path, after(cold[0], tmp_path, require="hit"))
+    health, lines, _ = serve(TOY, tmp_path, after(cold[0], tmp_path, require="hit", cold_start="background"))
     assert health["status"] == "READY"
     assert "setup.failed" not in str(lines)
