@@ -169,6 +169,11 @@ REFUSED |= {
     "cannot be printed": {"type": "object", "properties": {"n\nl": {}}},
     "in place of a schema": {"type": "array", "items": 3},
     "properties must be an object": {"type": "object", "properties": []},
+    "is no JSON schema": {"type": "object", "required": 3},
+    "is no JSON schema ": {"type": "object", "required": [{}]},
+    "is no JSON schema  ": {"anyOf": 3},
+    "is no JSON schema   ": {"$ref": "#/$defs/a", "$defs": []},
+    "is no JSON": '{"items":' * 1500 + "{}" + "}" * 1500,
     "has 20013 characters": {"const": "x" * 20_000},
 }
 

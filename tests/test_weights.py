@@ -346,7 +346,6 @@ def test_weights_that_were_cast_free_the_copies_that_they_do_not_take(tmp_path, 
 
 def test_weights_that_are_parts_of_one_in_the_file_take_parts_of_its_copy(tmp_path):
     """As of a checkpoint of one file, whose attention has one weight for three."""
-    (tmp_path / "model.safetensors").unlink(missing_ok=True)
     file = tmp_path / "checkpoint.safetensors"
     save_file({"in_proj": torch.randn(12, 4).bfloat16(), "out": torch.randn(4, 4).bfloat16()}, file)
     with begun(file) as early:

@@ -149,10 +149,7 @@ class Boot:
         self._is_loading = True  # until the weights are there: so long, first calls are made
         self._notes: Notes | None = None
         self._weights: EarlyWeights | None = None
-        from compile_cache import child_process
-
-        if not child_process.is_child:
-            self._wait_for_weights(model)
+        self._wait_for_weights(model)
         if settings.enabled:
             self._begin(model, sources, environ)
         if weights:

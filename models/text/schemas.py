@@ -49,11 +49,14 @@ def checked(schema: Any) -> str:
         raise ValueError(f"json_schema is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError("json_schema must be an object")
-    for part in _schemas(found):
-        _check(part, found)
-        if "minLength" in part or "maxLength" in part:
-            part["pattern"] = _OF_LENGTH % (part.pop("minLength", 0), part.pop("maxLength", ""))
-    return json.dumps(found)
+    try:
+        for part in _schemas(found):
+            _check(part, found)
+            if "minLength" in part or "maxLength" in part:
+                part["pattern"] = _OF_LENGTH % (part.pop("minLength", 0), part.pop("maxLength", ""))
+        return json.dumps(found)
+    except (TypeError, AttributeError, RecursionError) as error:  # such as a number in place of a list
+        raise ValueError(f"json_schema is no JSON schema, or too deep: {error}") from error
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -123,7 +126,7 @@ class Schemas:
         self._is_text[[number for number, token in added if token.special and number not in ends]] = False
 
     def guide(self, schema: Any) -> Guide:
-        """What leads one answer to an instance of `schema`, without spaces between its parts.
+        """What leads one answer to an instance of `schema`, with a space after each comma and colon.
 
         Raises:
             ValueError: as `checked`; or xgrammar cannot compile it.
