@@ -173,7 +173,8 @@ REFUSED |= {
     "is no JSON schema ": {"type": "object", "required": [{}]},
     "is no JSON schema  ": {"anyOf": 3},
     "is no JSON schema   ": {"$ref": "#/$defs/a", "$defs": []},
-    "is no JSON": '{"items":' * 1500 + "{}" + "}" * 1500,
+    "200 levels deep": '{"items":' * 199 + "{}" + "}" * 199,
+    "levels deep": {"const": json.loads("[" * 90 + "]" * 90)},
     "has 20013 characters": {"const": "x" * 20_000},
 }
 

@@ -31,6 +31,7 @@ _OF_LENGTH = "^[ !#-\\[\\]-~\u00a1-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]{%s,
 # The time to compile has no limit of its own.
 _MOST_CHARACTERS = 16_384
 _MOST_COUNT = 10_000
+_MOST_LEVELS = 64
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
 
 
@@ -49,14 +50,25 @@ def checked(schema: Any) -> str:
         raise ValueError(f"json_schema is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError("json_schema must be an object")
+    if (levels := _levels(found)) > _MOST_LEVELS:
+        raise ValueError(f"json_schema is {levels} levels deep; it may be {_MOST_LEVELS}")
     try:
         for part in _schemas(found):
             _check(part, found)
             if "minLength" in part or "maxLength" in part:
                 part["pattern"] = _OF_LENGTH % (part.pop("minLength", 0), part.pop("maxLength", ""))
         return json.dumps(found)
-    except (TypeError, AttributeError, RecursionError) as error:  # such as a number in place of a list
-        raise ValueError(f"json_schema is no JSON schema, or too deep: {error}") from error
+    except (TypeError, AttributeError) as error:  # such as a number in place of a list
+        raise ValueError(f"json_schema is no JSON schema: {error}") from error
+
+
+def _levels(value: Any) -> int:
+    """How deep objects and lists lie in one another, found without recursion."""
+    levels, found = 0, [value]
+    while found := [part for part in found if isinstance(part, (dict, list))]:
+        levels += 1
+        found = [inner for part in found for inner in (part.values() if isinstance(part, dict) else part)]
+    return levels
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
