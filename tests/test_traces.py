@@ -1,4 +1,4 @@
-"""A boot's steps as spans, in a collector that speaks OTLP over HTTP."""
+"""A boot's steps as spans of Cog's own traces, in a collector that speaks OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from boots import run_boot, settings
+from boots import python_path, settings
+from cog_server import PROJECT, CogServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-BOOT = """
-import sys, compile_cache
-if "traced" in sys.argv:
-    from opentelemetry import trace
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter()))
-    trace.set_tracer_provider(provider)
-    setup = trace.get_tracer("cog").start_as_current_span("cog.setup.predictor")
-else:
-    import contextlib
-    setup = contextlib.nullcontext()
-with setup, compile_cache.boot("org/model") as boot:
-    while (path := boot.kept_file("mine.json")) is None:
-        with boot.importing():  # takes nothing before the restore has ended
-            pass
-    path.write_text("{}")
-    boot.warm_up(dict)
-print(boot.wait_published(60), any(name.startswith("opentelemetry") for name in sys.modules))
+PREDICTOR = """
+import sys
+import compile_cache
+from cog import BaseRunner
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        with compile_cache.boot("org/model") as self.boot:
+            while (path := self.boot.kept_file("mine.json")) is None:
+                with self.boot.importing():  # takes nothing before the restore has ended
+                    pass
+            path.write_text("{}")
+            self.boot.warm_up(dict)
+
+    def run(self) -> str:
+        return f"{self.boot.wait_published(60)} {any(name.startswith('opentelemetry') for name in sys.modules)}"
 """
 
 
@@ -57,13 +53,22 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
         server.shutdown()
 
 
-def test_a_boots_steps_are_spans_of_the_setup_and_what_outlives_it_is_a_root(tmp_path):
+def serve(folder: Any, **variables: str) -> str:
+    """The answer of a Cog server with these variables, which has ended."""
+    (folder / "predict.py").write_text(PREDICTOR)
+    environ = settings(folder) | {"PYTHONPATH": python_path(PROJECT)} | variables
+    with CogServer("predict.py:Predictor", folder / "server.log", environ, folder) as server:
+        server.wait_ready()
+        return str(server.predict()["output"])
+
+
+def test_a_boots_steps_are_spans_of_cogs_setup_and_what_outlives_it_is_a_root(tmp_path):
     with collector() as (address, spans):
-        environ = {**settings(tmp_path), "OTEL_EXPORTER_OTLP_ENDPOINT": address}
-        done = run_boot(environ, BOOT, "traced", program="run_source")
-    assert done.stdout == "True True\n", done.stderr
+        traced = {"COG_TRACE_CONFIGURED": "true", "OTEL_TRACES_SAMPLER": "parentbased_always_on"}
+        assert serve(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=address, **traced) == "True True"
     found = {span.name: span for span in spans}
     setup = found["cog.setup.predictor"]
+    assert setup.parent_span_id == found["cog.setup"].span_id
     for name in ("restore: key", "restore: fetch", "setup: import", "setup: warm_up"):
         assert found[name].parent_span_id == setup.span_id
         assert setup.start_time_unix_nano <= found[name].start_time_unix_nano <= found[name].end_time_unix_nano
@@ -72,6 +77,5 @@ def test_a_boots_steps_are_spans_of_the_setup_and_what_outlives_it_is_a_root(tmp
     assert found["publish: put"].trace_id != setup.trace_id
 
 
-def test_a_program_without_opentelemetry_imports_none(tmp_path):
-    done = run_boot(settings(tmp_path), BOOT, program="run_source")
-    assert done.stdout == "True False\n", done.stderr
+def test_without_traces_nothing_of_opentelemetry_is_imported(tmp_path):
+    assert serve(tmp_path) == "True False"
