@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ZImageTransformer2DModel
 from huggingface_hub import constants
 from machines import write_files
 from safetensors.torch import load_file, save_file
@@ -344,16 +344,28 @@ def test_weights_that_were_cast_free_the_copies_that_they_do_not_take(tmp_path, 
     assert "weights.early_unused Only 0.001 of 0.003 GB" in caplog.text
 
 
-def test_weights_that_are_parts_of_one_in_the_file_take_parts_of_its_copy(tmp_path):
-    """As of a checkpoint of one file, whose attention has one weight for three."""
-    file = tmp_path / "checkpoint.safetensors"
-    save_file({"in_proj": torch.randn(12, 4).bfloat16(), "out": torch.randn(4, 4).bfloat16()}, file)
+def test_a_checkpoint_of_one_file_is_copied_and_its_attentions_take_parts_of_what_is_one_there(tmp_path):
+    """As Z-Image's authors publish it. diffusers cuts one weight of an attention into three."""
+    torch.manual_seed(0)
+    shape = {"dim": 48, "n_heads": 3, "n_kv_heads": 3, "axes_dims": [4, 6, 6], "cap_feat_dim": 32}
+    model = ZImageTransformer2DModel(n_layers=2, n_refiner_layers=1, **shape).bfloat16().eval()
+    model.save_config(tmp_path)
+    original, cut = {}, ("to_q", "to_k", "to_v")
+    for name, weight in model.state_dict().items():
+        if (start := name.removesuffix("to_q.weight")) != name:
+            weight = torch.cat([model.get_parameter(f"{start}{part}.weight").data for part in cut])
+        for ours, theirs in ((".2-1.", "."), ("all_", ""), ("to_q", "qkv"), ("to_out.0", "out"), ("norm_q", "q_norm")):
+            name = name.replace(ours, theirs)
+        if not name.endswith(("to_k.weight", "to_v.weight")):
+            original[name.replace("norm_k", "k_norm")] = weight
+    file = tmp_path / "z_image.safetensors"
+    save_file(original, file)
     with begun(file) as early:
-        loaded = load_file(file)
-        module = module_of({**dict(enumerate(loaded["in_proj"].chunk(3))), 3: loaded["out"]})
-        assert taken(early, [module]) == 4
+        loaded = ZImageTransformer2DModel.from_single_file(file, config=str(tmp_path), torch_dtype=torch.bfloat16)
+        check_same(loaded, model)
+        assert taken(early, [loaded]) == len(tensors([loaded]))
         assert not early._copies
-        assert all(one.untyped_storage().nbytes() == one.nbytes for one in module.parameters())
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in loaded.parameters())
 
 
 def test_models_of_several_folders_take_their_copies_one_after_another(folder):
