@@ -12,7 +12,7 @@ from cog import BaseRunner, ConcatenateIterator, Input, Path, Secret, streaming
 
 import compile_cache
 from compile_cache.key.model_version import split_revision
-from models.image.settings import ImageSettings, choose_size, nearest_size, sizes_of
+from models.image.settings import ImageSettings
 from models.text.settings import TextSettings
 from warmup import warm_up
 
@@ -145,38 +145,31 @@ class Predictor(Served):
         output_quality: int = Input(description="Quality of webp and jpg files", default=80, ge=0, le=100),
     ) -> List[Path]:
         """Draw `num_outputs` pictures, one file each."""
-        from models.image.lora import Lora
-        from models.image.lora_files import shown
-        from models.image.pictures import open_picture
-        from models.image.pipeline import ImageInputs
+        from models.image.inputs import inputs_of
 
         num_outputs, num_inference_steps, output_quality = integers(num_outputs, num_inference_steps, output_quality)
         width, height, seed = integers(width, height, random.getrandbits(32) if seed is None else seed)
-        start = open_picture(str(image), "white") if image else None
-        second = open_picture(str(image_2), "white") if image_2 else None
-        masked = open_picture(str(mask), "black") if mask else None
-        sizes = sizes_of(self.model.sizes, megapixels) if megapixels and not (width or height) else self.model.sizes
-        is_asked = self.model.is_editing and bool(aspect_ratio or width or height)
-        has_shape = start is not None and not is_asked
-        size = nearest_size(sizes, *start.size) if has_shape else choose_size(sizes, aspect_ratio, width, height)
-        first = ImageInputs(
-            prompt,
-            size,
-            seed,
-            negative_prompt,
-            num_inference_steps,
-            guidance_scale,
-            image=start,
-            image_2=second,
-            mask=masked,
+        first = inputs_of(
+            self.model.sizes,
+            is_editing=self.model.is_editing,
+            prompt=prompt,
+            negative_prompt=negative_prompt,
+            aspect_ratio=aspect_ratio,
+            megapixels=megapixels,
+            width=width,
+            height=height,
+            image=image,
+            image_2=image_2,
+            mask=mask,
             strength=prompt_strength,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
             go_fast=self.model.chooses_fast(go_fast),
+            seed=seed,
         )
-        self.model.pipeline_for(first)
-        tokens = [token.get_secret_value() if token else None for token in (hf_api_token, civitai_api_token)]
-        asked = [(name, scale) for name, scale in ((lora_weights, lora_scale), (extra_lora, extra_lora_scale)) if name]
-        files = self.lora_files.paths([name for name, _ in asked], *tokens)
-        loras = [Lora(file, scale, shown(name)) for file, (name, scale) in zip(files, asked, strict=True)]
+        self.model.pipeline_for(first)  # a wrong request downloads no LoRA
+        asked = ((lora_weights, lora_scale), (extra_lora, extra_lora_scale))
+        loras = self.lora_files.loras(asked, hf_api_token, civitai_api_token)
         print(f"seed: {seed}")
         with self.boot.prediction() as prediction:
             paths = self.thread.call(self._draw, first, num_outputs, loras, output_format, output_quality)

@@ -163,7 +163,7 @@ def time_loras(predictor: Any, work: Path) -> Told:
     """Seconds to use a first LoRA, another one, and none."""
     import torch
 
-    from models.image.lora import Lora
+    from models.image.lora_files import Lora
 
     model = predictor.model
     files = [Path(write_lora(model, work / f"{n}.safetensors", 32, lambda name: "blocks." in name)) for n in range(2)]
@@ -193,7 +193,8 @@ def compare_layers(args: Any) -> Told:
     import torch
 
     from models.image.pipeline import DiffusionModel
-    from models.image.settings import ImageSettings, parse_sizes
+    from models.image.settings import ImageSettings
+    from models.image.sizes import parse_sizes
 
     settings = ImageSettings(image_sizes=parse_sizes("--sizes", args.sizes), go_fast="on")
     model = DiffusionModel.load(str(args.model), None, settings)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from validating_server import SCHEMAS
 
-from models.image.settings import ASPECT_RATIOS
+from models.image.sizes import ASPECT_RATIOS
 
 PREDICTORS = ast.parse((Path(__file__).parent.parent / "predict.py").read_text()).body
 TYPES = {

@@ -15,10 +15,11 @@ from test_lora import write
 from torch import nn
 
 from models.image.go_fast import FastLinear, fast_copy, make_fast
-from models.image.lora import Lora
-from models.image.lora_files import LoraError
-from models.image.pipeline import DiffusionModel, ImageInputs
-from models.image.settings import ImageSettings, Size
+from models.image.inputs import ImageInputs
+from models.image.lora_files import Lora, LoraError
+from models.image.pipeline import DiffusionModel
+from models.image.settings import ImageSettings
+from models.image.sizes import Size
 from models.kernels.float8 import scaled_linear, to_float8, to_float8_at_once
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"

@@ -14,8 +14,8 @@ from diffusers import DiffusionPipeline, FluxPipeline
 from pipelines import SHAPES, build_pipeline
 from safetensors.torch import save_file
 
-from models.image.lora import Lora, Loras
-from models.image.lora_files import LoraError
+from models.image.lora import Loras
+from models.image.lora_files import Lora, LoraError
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 QUERY, KEY = "transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_k"

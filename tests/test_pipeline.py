@@ -21,9 +21,11 @@ from PIL import Image
 from pipelines import SHAPES, build_pipeline, check_picture, networks, save
 from programs import run_program
 
+from models.image.inputs import ImageInputs
 from models.image.pictures import PictureFiles, open_picture
-from models.image.pipeline import DiffusionModel, ImageInputs, check_pipeline, find_picture_pipeline, ignored_inputs
-from models.image.settings import ImageSettings, Size
+from models.image.pipeline import DiffusionModel, check_pipeline, find_picture_pipeline, ignored_inputs
+from models.image.settings import ImageSettings
+from models.image.sizes import Size
 
 DEMO = Path(__file__).parent.parent / "demo" / "flux-digits"
 SIZES = [Size(64, 64), Size(96, 64)]

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.image.settings import (
+from models.image.settings import DEMO_MODEL, ImageSettings
+from models.image.sizes import (
     ASPECT_RATIOS,
-    DEMO_MODEL,
-    ImageSettings,
     Size,
     choose_size,
     native_sizes,

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from compile_cache.weights.early_weights import gpu_has_room
-from models.image.lora_files import LoraError
+from models.image.lora_files import Lora, LoraError
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +49,6 @@ _MOST_TENSORS, _LONG_NUMBER = 20_000, re.compile(r"\d{4}")
 _LARGEST_CHANGE = 65504.0
 _SHOWN_NAMES = 5
 _SHOWN_CHARACTERS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """A LoRA's safetensors file, how strongly it is applied, and what errors call it: by default the file's name."""
-
-    file: Path
-    scale: float
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

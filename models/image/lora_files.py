@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
@@ -37,6 +38,15 @@ _HUB_NAME = re.compile(
 
 class LoraError(ValueError):
     """A LoRA cannot be had, or does not fit the pipeline. The message names it and the reason, and holds no secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA's safetensors file, how strongly it is applied, and what errors call it: by default the file's name."""
+
+    file: Path
+    scale: float
+    name: str = ""
 
 
 class LoraFiles:
@@ -70,6 +80,16 @@ class LoraFiles:
             raise LoraError(_explain(error)) from error
         for left_by_killed_process in folder.glob("part-*"):
             shutil.rmtree(left_by_killed_process, ignore_errors=True)
+
+    def loras(self, asked: Sequence[tuple[str | None, float]], *tokens: Any) -> list[Lora]:
+        """A request's LoRAs, by name and scale; without a name, there is none. `tokens` are Cog's secrets: see `paths`.
+
+        Raises:
+            LoraError: as `paths`.
+        """
+        named = [(name, scale) for name, scale in asked if name]
+        files = self.paths([name for name, _ in named], *(token and token.get_secret_value() for token in tokens))
+        return [Lora(file, scale, shown(name)) for file, (name, scale) in zip(files, named, strict=True)]
 
     def paths(self, names: Sequence[str], hub_token: str | None = None, civitai_token: str | None = None) -> list[Path]:
         """The local paths of a request's LoRAs, `.safetensors` files; downloads those that are neither local nor kept.

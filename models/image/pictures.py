@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image, ImageOps
 
-from models.image.settings import Size
+from models.image.sizes import Size
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MOST_PIXELS = 50_000_000

@@ -11,7 +11,6 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,9 +23,11 @@ from torch import nn
 
 from compile_cache import Boot
 from models import leave_out_foreign_lines, load_to_device
+from models.image.inputs import ImageInputs
 from models.image.lora import Loras
 from models.image.pictures import fit
-from models.image.settings import ImageSettings, Size, nearest_size, offered_sizes
+from models.image.settings import ImageSettings
+from models.image.sizes import Size, nearest_size, offered_sizes
 
 _WARM_UP_STEPS = 2
 # What a request may ask for. A small strength runs one of the most steps. Tokenizers cut a long prompt, but first take
@@ -42,28 +43,6 @@ _DEFAULTS = ("guidance_scale", "num_inference_steps", "max_sequence_length")
 _LARGE_ENCODER = 1_000_000_000
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageInputs:
-    """One picture to draw, with a bar for its steps in the log or without. None is the pipeline's own default.
-
-    It starts from `image`, if given, and changes it by `strength`, 0 to 1; with a `mask`, only where that is white.
-    `image_2` is a second one, for pipelines that take two. With `go_fast`, products are in float8.
-    """
-
-    prompt: str
-    size: Size
-    seed: int
-    negative_prompt: str | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    image: Image.Image | None = None
-    image_2: Image.Image | None = None
-    mask: Image.Image | None = None
-    strength: float | None = None
-    go_fast: bool = False
-    shows_progress: bool = True
 
 
 class MissingImageError(ValueError):
