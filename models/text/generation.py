@@ -57,7 +57,7 @@ class Generator:
         """
         use_static_cache(model)
         settle_rope(model)
-        device = model.device
+        self.device = device = model.device
         if device.type == "cuda":  # on a CPU, Inductor's code for the original layers is faster
             use_token_layers(model)
         # The most tokens that a prompt and its answer may have together.
@@ -141,7 +141,7 @@ class Generator:
     @torch.inference_mode()
     def _choose(self, allowed: torch.Tensor) -> int:
         """Choose again from the last step's logits, among these tokens."""
-        self._sampler(self._logits.masked_fill(~allowed.to(self._token.device), -torch.inf))
+        self._sampler(self._logits.masked_fill(~allowed, -torch.inf))
         self._token.copy_(self._sampler.chosen)
         return int(self._token)
 

@@ -192,7 +192,7 @@ class TextModel:
 
     @cached_property
     def _schemas(self) -> Schemas:
-        return Schemas(self._tokenizer, self.generator.vocabulary, self._ends)
+        return Schemas(self._tokenizer, self.generator.vocabulary, self._ends, self.generator.device)
 
     def _check_length(self, name: str, *parts: str) -> None:
         """Check that texts have no more characters than the longest token, as often as a prompt may have tokens.

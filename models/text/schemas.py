@@ -118,8 +118,8 @@ def _target(reference: Any, root: dict[str, Any]) -> Any:
 class Schemas:
     """Compiles schemas for a tokenizer. xgrammar is imported for it."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int]) -> None:
-        """Read the tokenizer's vocabulary.
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int], device: torch.device) -> None:
+        """Read the tokenizer's vocabulary. Tokens are chosen on `device`.
 
         Raises:
             ValueError: xgrammar is not installed, or no token ends an answer.
@@ -136,6 +136,7 @@ class Schemas:
         added = tokenizer.added_tokens_decoder.items()
         self._is_text = torch.ones(vocabulary, dtype=torch.bool)
         self._is_text[[number for number, token in added if token.special and number not in ends]] = False
+        self._is_text = self._is_text.to(device)
 
     def guide(self, schema: Any) -> Guide:
         """What leads one answer to an instance of `schema`, with a space after each comma and colon.
@@ -159,13 +160,13 @@ class Guide:
 
         self._matcher, self._is_text = xgrammar.GrammarMatcher(compiled), is_text
         self._bits = xgrammar.allocate_token_bitmask(1, len(is_text))
-        self._places = torch.arange(32, dtype=torch.int32)
+        self._places = torch.arange(32, dtype=torch.int32, device=is_text.device)
 
     def allowed(self) -> torch.Tensor:
-        """The tokens that may come next: bool, of shape [vocabulary], on the CPU."""
+        """The tokens that may come next: bool, of shape [vocabulary], on the device of `is_text`."""
         self._matcher.fill_next_token_bitmask(self._bits)
-        bits = (self._bits[0, :, None] >> self._places & 1).bool().flatten()
-        return bits[: len(self._is_text)] & self._is_text
+        words = self._bits[0].to(self._is_text.device)  # a bit a token is what travels
+        return (words[:, None] >> self._places & 1).bool().flatten()[: len(self._is_text)] & self._is_text
 
     def take(self, token: int) -> bool:
         """Go on from a token that was allowed. Whether another one follows."""
