@@ -9,6 +9,7 @@ none of the private names that functions compiled ahead of time need.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import re
 import threading
@@ -183,6 +184,7 @@ def make(
         if traced.depends_on_data or dynamic:
             raise ArtifactError(reason) from error
         return replace(_graphs_made(artifacts, graphs, copies, reason, record), has_found=has_found)
+    gc.collect()  # of two copies, which torch's traces hold
     with pause():
         times = attempt(compare_speed, function, copies)
     compiled_ms, eager_ms = (0.0, 0.0) if isinstance(times, Failure) else times
