@@ -103,6 +103,10 @@ class Settings:
             settings = cls(**values)
             if settings.require == "hit" and not settings.enabled:
                 problems.append(f"{PREFIX}REQUIRE=hit, but {PREFIX}SCOPE=off restores nothing. Unset one of them.")
+            if settings.require == "hit" and settings.graphs:
+                problems.append(
+                    f"{PREFIX}REQUIRE=hit, but {PREFIX}GRAPHS names what is not precompiled. Unset one of them."
+                )
         except SettingsError as error:
             problems.append(str(error))
         if problems:

@@ -129,7 +129,12 @@ def test_a_message_without_a_text_is_named_by_its_place(tokenizer, content):
         rendered(tokenizer, [{"role": "user", "content": content}])
 
 
-@pytest.mark.parametrize("part", ["x", None, {"type": "text"}, {"type": "image"}, {"text": "x"}])
+def test_a_part_without_its_text_is_named(tokenizer):
+    with pytest.raises(ValueError, match=r"messages\[0\] has a part of type text without a text"):
+        rendered(tokenizer, [{"role": "user", "content": [{"type": "text"}]}])
+
+
+@pytest.mark.parametrize("part", ["x", None, {"type": "image"}, {"text": "x"}])
 def test_a_part_that_is_no_text_is_refused_by_its_type(tokenizer, part):
     with pytest.raises(ValueError, match=r"messages\[0\] has a part of type \w+; this model reads"):
         rendered(tokenizer, [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])

@@ -17,6 +17,9 @@ from compile_cache.key.model_version import model_version
 
 MODEL = "weights/flux"
 DAMAGED = [b"", b"{", b"[]", b"{}", b'{"weights": [{"target": "/src/weights"}]}', b'{"weights": {"target": 1}}']
+DAMAGED += [b'{"weights": [{"target": "a\\u0000b", "setDigest": "sha256:0"}]}']
+
+TARGETS = ((MODEL, "inner"), ("weights", "outer"))
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +68,24 @@ def test_the_digest_of_the_set_stands_for_all_files_of_the_model_and_none_is_rea
 def test_two_models_of_one_set_have_two_versions(project):
     manage(project)
     assert version() != version("weights/sdxl")
+
+
+@pytest.mark.parametrize("is_outer_first", [True, False])
+def test_of_targets_in_one_another_the_innermost_counts(project, is_outer_first):
+    manage(project, MODEL, "sha256:inner")
+    expected = version()
+    inner, outer = ({"target": str(project / target), "setDigest": f"sha256:{name}"} for target, name in TARGETS)
+    entries = [outer, inner] if is_outer_first else [inner, outer]
+    write_files(project, {".cog/weights.json": json.dumps({"weights": entries}).encode()})
+    mark(project, "failed", "of the outer one")
+    assert version() == expected
+    assert "managed_weights" in boot(project).phases
+
+
+def test_the_projects_own_folder_is_not_waited_for(project):
+    """It has Cog's folder for other files."""
+    manage(project, ".")
+    boot(project, weights_timeout_s="0")
 
 
 def test_a_model_outside_the_sets_has_the_version_of_its_files(project):
@@ -119,6 +140,13 @@ def test_weights_that_failed_to_arrive_fail_the_setup_with_the_reason(project):
     manage(project)
     mark(project, "failed", "the registry said 403\n")
     with pytest.raises(WeightsError, match=f"did not arrive in {project}/weights: the registry said 403$"):
+        boot(project)
+
+
+def test_a_reason_that_cannot_be_read_is_left_out(project):
+    manage(project)
+    (project / "weights/.cog/failed").mkdir(parents=True)
+    with pytest.raises(WeightsError, match=f"did not arrive in {project}/weights$"):
         boot(project)
 
 

@@ -131,9 +131,10 @@ def test_all_problems_are_in_one_message_of_the_librarys_tree_that_is_a_value_er
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_hit_cannot_be_required_where_nothing_is_restored():
-    with pytest.raises(SettingsError, match=f"{PREFIX}REQUIRE=hit, but {PREFIX}SCOPE=off"):
-        read(REQUIRE="hit", SCOPE="off")
+@pytest.mark.parametrize(("name", "value"), [("SCOPE", "off"), ("GRAPHS", "Block")])
+def test_a_hit_cannot_be_required_where_none_can_be(name, value):
+    with pytest.raises(SettingsError, match=f"{PREFIX}REQUIRE=hit, but {PREFIX}{name}"):
+        read(REQUIRE="hit", **{name: value})
 
 
 # Layers

@@ -7,6 +7,7 @@ the project's folder. Who brings the files leaves `ready` or `failed` in `<targe
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -41,13 +42,17 @@ class ManagedWeights:
         Raises:
             WeightsError: they could not be brought, or not in time.
         """
-        markers, until_s = self.target / ".cog", time.monotonic() + timeout_s
+        markers, until_s = self.target / _MANIFEST.parent, time.monotonic() + timeout_s
+        if markers == _MANIFEST.parent.resolve():  # the project's own, where Cog keeps other files
+            return
         lacking = f"Cog's managed weights did not arrive in {self.target}"
         if markers.is_dir() and not (markers / "ready").exists():
             log.info("weights.waiting target=%s The setup waits for at most %g s.", self.target, timeout_s)
         while markers.is_dir() and not (markers / "ready").exists():
             if (markers / "failed").exists():
-                raise WeightsError(f"{lacking}: {(markers / 'failed').read_text(errors='replace').strip()}")
+                with suppress(OSError):
+                    lacking += f": {(markers / 'failed').read_text(errors='replace').strip()}"
+                raise WeightsError(lacking)
             if time.monotonic() >= until_s:
                 raise WeightsError(
                     f"{lacking}: there is no {markers / 'ready'} after {timeout_s:g} s. If they only take longer, "
@@ -57,7 +62,8 @@ class ManagedWeights:
 
 
 def managed_weights(model: str) -> ManagedWeights | None:
-    """The managed weights in which a model's folder lies, there or not; None if it lies in none.
+    """The managed weights in whose target a model's folder lies, there or not: the innermost one. None if it lies in
+    none.
 
     Raises:
         WeightsError: Cog's file cannot be read, or is damaged.
@@ -68,11 +74,11 @@ def managed_weights(model: str) -> ManagedWeights | None:
 
     try:
         entries = msgspec.json.decode(_MANIFEST.read_bytes(), type=_Manifest)["weights"]
-    except (OSError, msgspec.MsgspecError) as error:
+        sets = {Path(entry["target"]).resolve(): entry["setDigest"] for entry in entries}
+    except (OSError, ValueError) as error:  # msgspec's are ValueErrors, and so is that of a path with a NUL
         raise WeightsError(f"{_MANIFEST.absolute()} cannot be used: {error}. Build the image again.") from error
     folder = Path(model).resolve()
-    for entry in entries:
-        target = Path(entry["target"]).resolve()
-        if folder.is_relative_to(target):
-            return ManagedWeights(target, folder.relative_to(target).as_posix(), entry["setDigest"])
+    if found := [target for target in sets if folder.is_relative_to(target)]:
+        target = max(found, key=lambda each: len(each.parts))
+        return ManagedWeights(target, folder.relative_to(target).as_posix(), sets[target])
     return None

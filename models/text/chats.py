@@ -57,8 +57,10 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
+            if kind != "text":
                 raise ValueError(f"{name} has a part of type {kind}; this model reads parts of type text")
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"{name} has a part of type text without a text; give one")
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"{name} has no content; give a text, or a list of parts of type text")

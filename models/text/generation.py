@@ -107,6 +107,9 @@ class Generator:
             RuntimeError: another request began before this one ended.
         """
         self.check(request)
+        return self._tokens(request)
+
+    def _tokens(self, request: Request) -> Iterator[int]:
         self._begin(request)
         mine = self._requests
         if request.guide is not None:
@@ -132,8 +135,9 @@ class Generator:
             if number:
                 self._run(_DECODE)
             token = self._choose(guide.allowed())
+            goes_on = guide.take(token)
             yield token
-            if not guide.take(token):
+            if not goes_on:
                 return
             if self._requests != mine:
                 raise RuntimeError("another request has begun: a Generator serves one at a time")
@@ -158,13 +162,13 @@ class Generator:
             raise ValueError(
                 f"the prompt has the token {largest}, but the model has embeddings for {self.vocabulary} tokens"
             )
+        if prompt > self.buckets[-1]:
+            raise ValueError(f"the prompt has {prompt} tokens; it may have {self.buckets[-1]} (PROMPT_BUCKETS)")
         if prompt + request.max_new_tokens > self.cache_tokens:
             raise ValueError(
                 f"the prompt has {prompt} tokens, and max_tokens is {request.max_new_tokens}: together they may be "
                 f"{self.cache_tokens} (CACHE_TOKENS)"
             )
-        if prompt > self.buckets[-1]:
-            raise ValueError(f"the prompt has {prompt} tokens; it may have {self.buckets[-1]} (PROMPT_BUCKETS)")
 
     @torch.inference_mode()
     def _begin(self, request: Request) -> None:

@@ -5,34 +5,61 @@ xgrammar lets answers pass that are invalid for some keywords, so keywords outsi
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 # Say nothing of a value.
-_NOTES = {"title", "description", "default", "examples", "$schema", "$comment", "$defs", "definitions"}
-_KEYWORDS = _NOTES | {
-    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minimum", "maximum",
-    "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "enum", "const", "anyOf", "$ref",
+_NOTES = {
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$comment",
+    "$defs", "definitions",
 }  # fmt: skip
+# The types of which these say something. xgrammar ignores them where the schema has no type.
+_OF_TYPE = {
+    **dict.fromkeys(("minLength", "maxLength", "pattern"), "string"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "number"),
+    **dict.fromkeys(("minItems", "maxItems"), "array"),
+}
+_KEYWORDS = {*_NOTES, *_OF_TYPE}
+_KEYWORDS |= {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref"}
 # Each is all that a schema says: what stands beside it would be ignored.
 _ALONE = ("enum", "const", "anyOf", "$ref")
-# Of other patterns, xgrammar lets quotation marks, backslashes and control characters pass as they are, which ends the
-# text, or it knows no more than a part.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+# Of other patterns, xgrammar lets quotation marks and backslashes pass as they are, which ends the text, or it knows no
+# more than a part.
 _ESCAPED = r"\\[dw./+*?()\[\]{}|^$-]"
 _RANGES = "[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]"
 _CLASS = rf"""\[\^?-?(?:{_ESCAPED}|{_RANGES}|[^"\\\x00-\x1f\[\]-])+-?\]"""
-_PATTERN = re.compile(rf"""(?:\((?:\?:)?(?!\?)|{_ESCAPED}|{_CLASS}|[^"\\\x00-\x1f\[\](])*""")
-# For the same reason, a length becomes a pattern: of all characters that stand for themselves in JSON.
-_OF_LENGTH = "^[ !#-\\[\\]-~\u00a1-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]{%s,%s}$"
-# The time to compile has no limit of its own.
+_PART = re.compile(
+    rf"""(?P<group>\((?:\?:)?(?!\?))|(?P<end>\))|(?P<bar>\|)|(?P<edge>[\^$])|(?P<times>[?*+]|\{{\d+(?:,\d*)?\}})|"""
+    rf"""{_ESCAPED}|{_CLASS}|[^"\\\x00-\x1f\[\]{{}}]"""
+)
+# Nothing in xgrammar bounds the time to compile, nor the time for a token. With 128,000 tokens, a pattern of this cost
+# takes a second, and so do so many parts of a schema.
 _MOST_CHARACTERS = 16_384
 _MOST_COUNT = 10_000
 _MOST_LEVELS = 64
+_MOST_PARTS = 256
+_MOST_COST = 100
+# What may be missing, or come again, costs as much as so many characters.
+_COST_OF_CHOICE = 6
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
+_LARGEST_INTEGER = 2**63 - 1
+# The bytes of a character of UTF-8 behind its first one.
+_CONTINUING = range(0x80, 0xC0)
+_ORIGIN = r"^\[[\d:]+\] \S+:\d+: "
 
 
 def checked(schema: Any) -> str:
@@ -53,13 +80,15 @@ def checked(schema: Any) -> str:
     if (levels := _levels(found)) > _MOST_LEVELS:
         raise ValueError(f"json_schema is {levels} levels deep; it may be {_MOST_LEVELS}")
     try:
-        for part in _schemas(found):
-            _check(part, found)
-            if "minLength" in part or "maxLength" in part:
-                part["pattern"] = _OF_LENGTH % (part.pop("minLength", 0), part.pop("maxLength", ""))
-        return json.dumps(found)
+        parts = list(_schemas(found))
+        cost = sum(_check(part, found) for part in parts)
     except (TypeError, AttributeError) as error:  # such as a number in place of a list
         raise ValueError(f"json_schema is no JSON schema: {error}") from error
+    if len(parts) > _MOST_PARTS:
+        raise ValueError(f"json_schema has {len(parts)} schemas in it; it may have {_MOST_PARTS}")
+    if cost > _MOST_COST:
+        raise ValueError(f"json_schema has patterns that cost {cost}; simplify them, to {_MOST_COST} together")
+    return json.dumps(found)
 
 
 def _levels(value: Any) -> int:
@@ -81,9 +110,7 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
     for keyword in ("properties", "$defs", "definitions"):
         if not isinstance(named := schema.get(keyword, {}), dict):
             raise ValueError(f"json_schema: {keyword} must be an object")
-        for name, part in named.items():
-            if not name.isprintable():
-                raise ValueError(f"json_schema: {keyword} has {json.dumps(name)}, a name that cannot be printed")
+        for part in named.values():
             yield from _schemas(part)
     for keyword in ("items", "additionalProperties"):
         if keyword in schema:
@@ -92,22 +119,94 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
         yield from _schemas(part)
 
 
-def _check(schema: dict[str, Any], root: dict[str, Any]) -> None:
+def _check(schema: dict[str, Any], root: dict[str, Any]) -> int:
+    """Check one schema, and write it as xgrammar understands it. Returns the cost of its pattern."""
     if unknown := sorted(schema.keys() - _KEYWORDS):
         raise ValueError(f"json_schema has {unknown[0]}, which is not followed here; leave it out")
+    types = schema.get("type", [*_TYPES])
+    types = [types] if isinstance(types, str) else types
+    if not types or (wrong := [each for each in types if each not in _TYPES]):
+        raise ValueError(f"json_schema has the type {wrong[0] if types else types}; give one of {', '.join(_TYPES)}")
+    for values in (schema.get("enum", []), [schema["const"]] if "const" in schema else []):
+        for value in values:
+            _check_value(value, types)
+        if values:  # each has one of the types, as it is seen now
+            schema.pop("type", None)
     said = schema.keys() - _NOTES
     if len(said) > 1 and (alone := [keyword for keyword in _ALONE if keyword in said]):
         others = ", ".join(sorted(said - {alone[0]}))
         raise ValueError(f"json_schema has {others} beside {alone[0]}, which would be ignored; leave one of them out")
+    if "type" not in schema and (untyped := sorted(said & _OF_TYPE.keys())):
+        raise ValueError(f"json_schema has {untyped[0]} without a type; add the type {_OF_TYPE[untyped[0]]}")
     if unnamed := sorted({*schema.get("required", ())} - {*schema.get("properties", {})}):
         raise ValueError(f"json_schema requires {unnamed[0]}, which is not in its properties")
     for keyword in _COUNTS:
-        if not (isinstance(count := schema.get(keyword, 0), int) and 0 <= count <= _MOST_COUNT):
+        if not (type(count := schema.get(keyword, 0)) is int and 0 <= count <= _MOST_COUNT):
             raise ValueError(f"json_schema: {keyword} must be from 0 to {_MOST_COUNT}")
-    if "pattern" in schema and ({"minLength", "maxLength"} & said or not _PATTERN.fullmatch(str(schema["pattern"]))):
-        raise ValueError(f"json_schema has the pattern {schema['pattern']}, which cannot be followed; simplify it")
+    if {"minItems", "maxItems"} & said:
+        schema.setdefault("items", True)  # else xgrammar takes it for none
     if (reference := schema.get("$ref", "#")) != "#" and _target(reference, root) is None:
         raise ValueError(f"json_schema has the $ref {reference}, which it does not define in $defs or definitions")
+    if "pattern" not in schema:
+        return 0
+    cost = None if {"minLength", "maxLength"} & said else _cost(schema["pattern"])
+    if cost is None:
+        raise ValueError(f"json_schema has the pattern {schema['pattern']}, which cannot be followed; simplify it")
+    return cost
+
+
+def _check_value(value: Any, types: Sequence[str]) -> None:
+    """Check that a value of an enum has one of the types, and no number in it that xgrammar changes."""
+    kinds = {kind for name in types for kind in _TYPES[name]}
+    if type(value) not in kinds:
+        raise ValueError(f"json_schema has {json.dumps(value)}, which is not of its type {', '.join(types)}")
+    found = [value]
+    while found:
+        one = found.pop()
+        if type(one) is int and abs(one) > _LARGEST_INTEGER:
+            raise ValueError(f"json_schema has {one}, an integer of more than 64 bits; make it a text")
+        found += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+
+
+def _cost(pattern: Any) -> int | None:
+    """How many characters a pattern has, its repetitions written out; None if it cannot be followed.
+
+    A repetition of repetitions can be read in many ways. It costs as often as it may come, squared.
+    """
+    if not isinstance(pattern, str) or not (pattern.isascii() or not re.search(r"\.|\[\^", pattern)):
+        return None  # beside other characters, these stand for quotation marks, too
+    # Of the groups that are open, the cost so far, and whether there is a repetition. The cost of what one may follow.
+    costs, repeats, repeated, place = [0], [False], 0, 0
+    is_nested = False
+    while place < len(pattern):
+        if (part := _PART.match(pattern, place)) is None:
+            return None
+        before, place, kind = pattern[:place], part.end(), part.lastgroup
+        if kind == "edge":  # elsewhere, it would be ignored
+            is_first = part[0] == "^" and before[-1:] in ("", "|")
+            if len(costs) > 1 or not (is_first or (part[0] == "$" and pattern[place : place + 1] in ("", "|"))):
+                return None
+            repeated = 0
+        elif kind == "group":
+            costs.append(0)
+            repeats.append(False)
+        elif kind == "end":
+            if len(costs) == 1:
+                return None
+            repeated, is_nested = costs.pop(), repeats.pop()
+            costs[-1] += repeated
+            repeats[-1] |= is_nested
+        elif kind == "times":
+            if not repeated:
+                return None
+            least, _, most = part[0].strip("{}").partition(",")
+            times = max(1, int(most or least)) if least.isdigit() else _COST_OF_CHOICE
+            costs[-1] += repeated * (times**2 if is_nested and least.isdigit() else times) - repeated
+            repeats[-1], repeated, is_nested = True, 0, False
+        else:
+            repeated, is_nested = int(kind is None), False
+            costs[-1] += repeated
+    return costs[0] if len(costs) == 1 else None
 
 
 def _target(reference: Any, root: dict[str, Any]) -> Any:
@@ -116,7 +215,11 @@ def _target(reference: Any, root: dict[str, Any]) -> Any:
 
 
 class Schemas:
-    """Compiles schemas for a tokenizer. xgrammar is imported for it."""
+    """Compiles schemas for a tokenizer. xgrammar is imported for it.
+
+    xgrammar takes special tokens for their names, which are no text of an answer, and in texts of a limited length it
+    lets control characters and bytes that are no UTF-8 pass. None of these is chosen.
+    """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int], device: torch.device) -> None:
         """Read the tokenizer's vocabulary. Tokens are chosen on `device`.
@@ -132,11 +235,12 @@ class Schemas:
             raise ValueError("json_schema needs a model that has an end token")
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=[*ends])
         self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
-        # xgrammar takes other special tokens for their names, which are no text of an answer.
-        added = tokenizer.added_tokens_decoder.items()
-        self._is_text = torch.ones(vocabulary, dtype=torch.bool)
-        self._is_text[[number for number, token in added if token.special and number not in ends]] = False
-        self._is_text = self._is_text.to(device)
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._texts = {number: text for number, text in enumerate(info.decoded_vocab) if number not in special}
+        self._texts |= dict.fromkeys(ends, b"")
+        self._inner = [number for number, text in self._texts.items() if text and text[0] in _CONTINUING]
+        self._vocabulary, self._device = vocabulary, device
+        self._whole = self._mask(b"", self._texts)
 
     def guide(self, schema: Any) -> Guide:
         """What leads one answer to an instance of `schema`, with a space after each comma and colon.
@@ -147,28 +251,60 @@ class Schemas:
         text = checked(schema)
         try:
             compiled = self._compiler.compile_json_schema(text, any_whitespace=False)
-        except RuntimeError as error:
-            raise ValueError(f"json_schema cannot be followed: {error}") from error
-        return Guide(compiled, self._is_text)
+        except RuntimeError as error:  # its text begins with a time, and a place in xgrammar's source
+            raise ValueError(f"json_schema cannot be followed: {re.sub(_ORIGIN, '', str(error))}") from error
+        return Guide(compiled, self)
+
+    def after(self, begun: bytes) -> torch.Tensor:
+        """The tokens that are text after the bytes of a character that has `begun`: bool, of shape [vocabulary]."""
+        return self._mask(begun, self._inner) if begun else self._whole
+
+    def rest(self, begun: bytes, token: int) -> bytes:
+        """What a token that `after` allows leaves begun."""
+        return _rest(begun + self._texts[token]) or b""
+
+    def _mask(self, begun: bytes, candidates: Iterable[int]) -> torch.Tensor:
+        mask = torch.zeros(self._vocabulary, dtype=torch.bool)
+        mask[[number for number in candidates if _rest(begun + self._texts[number]) is not None]] = True
+        return mask.to(self._device)
+
+
+def _rest(text: bytes) -> bytes | None:
+    """The character that has only begun at the end of a text; None if it is no UTF-8, or has control characters."""
+    try:
+        whole, length = codecs.utf_8_decode(text, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    rest = text[length:]
+    # Python sees a surrogate only once it is whole.
+    return None if (whole and min(whole) < " ") or (rest[:1] == b"\xed" and rest[1:] >= b"\xa0") else rest
 
 
 class Guide:
-    """Which tokens may come next in one answer: of those that `is_text` has, a bool of shape [vocabulary]."""
+    """Which tokens may come next in one answer."""
 
-    def __init__(self, compiled: Any, is_text: torch.Tensor) -> None:
+    def __init__(self, compiled: Any, schemas: Schemas) -> None:
         import xgrammar
 
-        self._matcher, self._is_text = xgrammar.GrammarMatcher(compiled), is_text
-        self._bits = xgrammar.allocate_token_bitmask(1, len(is_text))
-        self._places = torch.arange(32, dtype=torch.int32, device=is_text.device)
+        self._matcher, self._schemas, self._begun = xgrammar.GrammarMatcher(compiled), schemas, b""
+        mask = schemas.after(b"")
+        self._bits = xgrammar.allocate_token_bitmask(1, len(mask))
+        self._places = torch.arange(32, dtype=torch.int32, device=mask.device)
 
     def allowed(self) -> torch.Tensor:
-        """The tokens that may come next: bool, of shape [vocabulary], on the device of `is_text`."""
+        """The tokens that may come next: bool, of shape [vocabulary], on the device where they are chosen."""
         self._matcher.fill_next_token_bitmask(self._bits)
-        words = self._bits[0].to(self._is_text.device)  # a bit a token is what travels
-        return (words[:, None] >> self._places & 1).bool().flatten()[: len(self._is_text)] & self._is_text
+        mask = self._schemas.after(self._begun)
+        words = self._bits[0].to(mask.device)  # a bit a token is what travels
+        return (words[:, None] >> self._places & 1).bool().flatten()[: len(mask)] & mask
 
     def take(self, token: int) -> bool:
-        """Go on from a token that was allowed. Whether another one follows."""
-        self._matcher.accept_token(token)
+        """Go on from a token that was allowed. Whether another one follows.
+
+        Raises:
+            ValueError: none is allowed, because the model has no token for what must come.
+        """
+        if not self._matcher.accept_token(token):
+            raise ValueError("json_schema cannot be followed: the model has no token for what must come")
+        self._begun = self._schemas.rest(self._begun, token)
         return not self._matcher.is_terminated()
