@@ -9,7 +9,6 @@ CompileCacheError
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
 │   └── PackForbidden        a pack may be intact, but the settings or its place forbid its use
 ├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
-├── UnseenCallError          nothing is compiled for a call, and COMPILE_CACHE_UNSEEN=error
 ├── NotHandedOver            a call, or the server's state in it, that another process cannot have
 ├── ArtifactError            a precompiled region is damaged, or does not belong here
 ├── ProcessDied              the compiling process ended, or was ended, before it answered
@@ -99,10 +98,6 @@ class RefusedPack:
 
 class NotPrecompilable(CompileCacheError):
     """A region cannot be compiled ahead of time, or its artifact might be wrong in another process."""
-
-
-class UnseenCallError(CompileCacheError):
-    """Nothing is compiled for a call, and the settings ask for an error. The message names the call."""
 
 
 class NotHandedOver(CompileCacheError):

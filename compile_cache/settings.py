@@ -40,7 +40,7 @@ class Settings:
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     dynamic: bool | None = False
     cold_start: Literal["auto", "background", "block"] = "auto"
-    unseen: Literal["auto", "background", "eager", "error"] = "auto"
+    unseen: Literal["auto", "background", "eager"] = "auto"
     setup_budget_s: float | None = None
     require: Literal["off", "hit"] = "off"
     leave_eager: tuple[str, ...] = ()

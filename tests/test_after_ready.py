@@ -171,10 +171,9 @@ def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restart,
     assert (compiler.reports[0].made, compiler.supply.waiting) == (1, 0)
 
 
-@pytest.mark.parametrize("unseen", ["eager", "error"])
-def test_nothing_is_late_if_calls_without_code_are_not_served_eager_and_ordered(restart, unseen):
+def test_nothing_is_late_if_calls_without_code_are_not_ordered(restart):
     """All of it is preloaded then."""
-    compiler, _ = next_boot(restart, Settings(cold_start="background", unseen=unseen), warms_up=False)
+    compiler, _ = next_boot(restart, Settings(cold_start="background", unseen="eager"), warms_up=False)
     assert len(compiler.supply.artifacts._ahead) == 2
     warm_up(compiler, lambda: call(tuple(region for kind in compiler.by_class.values() for region in kind.places)))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}

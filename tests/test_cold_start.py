@@ -76,7 +76,7 @@ def in_mount(tmp_path) -> tuple[Path, tuple[str, ...]]:
         (COG, {}, BACKGROUND),
         (KEPT, {}, BACKGROUND),
         *((arguments, {"COLD_START": made[0]}, made) for arguments in ((), KEPT) for made in (BACKGROUND, BLOCK)),
-        *((COG, {"UNSEEN": value}, ["background", value, 240.0]) for value in ("background", "eager", "error")),
+        *((COG, {"UNSEEN": value}, ["background", value, 240.0]) for value in ("background", "eager")),
         ((), {"UNSEEN": "eager"}, ["block", "eager", 240.0]),
         (COG, {"SETUP_BUDGET_S": "0"}, ["background", "background", 0.0]),
     ],

@@ -18,7 +18,6 @@ from torch import nn
 
 from compile_cache.background.orders import Orders
 from compile_cache.calls import spec as call_spec
-from compile_cache.errors import UnseenCallError
 from compile_cache.inductor import make as making
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.inductor.function_file import read_marks
@@ -489,15 +488,6 @@ def test_a_call_that_cannot_be_compiled_ahead_is_tried_once_in_each_boot(directo
         assert only_report(compiler).step == "eager"
         assert "a branch depends on the values of tensors" in only_report(compiler).reason
         compiler.supply.orders.queue.close()
-
-
-def test_a_warmed_up_call_that_could_not_be_compiled_is_no_error_even_after_many_others(directory):
-    block, compiler = built(directory, Breaking, settings=replace(BLOCK, unseen="error"))
-    assert only_report(compiler).step == "eager"
-    for rows in range(5, 75):
-        with pytest.raises(UnseenCallError, match=f"Breaking was called with {rows}x16.*COMPILE_CACHE_UNSEEN"):
-            answer(block, rows)
-    answer_all([block])
 
 
 def test_new_calls_are_eager_for_good_where_that_is_set(directory):

@@ -22,7 +22,7 @@ from torch import nn
 from compile_cache.background.orders import OrderQueue, Orders
 from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.calls.torch_call import Call
-from compile_cache.errors import ArtifactError, Failure, NotHandedOver, UnseenCallError, attempt, log
+from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt, log
 from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import (
     SUFFIX,
@@ -314,11 +314,7 @@ class RegionSupply:
 
     def find(self, case: Case, call: Call) -> Precompiled | None:
         """The stored function for a call of a claimed case, which it has then. Without one, the case is LATE if the
-        store brings one after READY, EAGER if the settings say so, or else NEW, and to be ordered.
-
-        Raises:
-            UnseenCallError: COMPILE_CACHE_UNSEEN is `error`.
-        """
+        store brings one after READY, EAGER if the settings say so, or else NEW, and to be ordered."""
         boot, ledger = self.boot, self.boot.directory.ledger
         if self.is_late and (paths := boot.will_load(case, call)):
             ledger.use(*paths, self.owner)  # the process may end before the next call
@@ -339,13 +335,7 @@ class RegionSupply:
             if self.is_late and boot.is_first_run and not all(region.is_late for region in boot.regions):
                 self.give_up(case, "a process of one answer has what is needed first compiled first")
             return None
-        unseen = boot.settings.unseen
-        if unseen == "error":
-            raise UnseenCallError(
-                f"{self.report.name} was called with {case.spec}, for which nothing is compiled. Add this call to the "
-                "warm-up, or set COMPILE_CACHE_UNSEEN to background or eager."
-            )
-        if unseen == "eager":
+        if boot.settings.unseen == "eager":
             self.give_up(case, "nothing is compiled for it, and COMPILE_CACHE_UNSEEN=eager")
         else:
             self.kinds.leave_sizes_open(case, call[0])
