@@ -320,7 +320,8 @@ def import_seconds(log: Path) -> float:
 
 
 def check(results: Sequence[Result]) -> dict[str, bool]:
-    """What must hold. A patch changes no import but the library's, so imports of different length are left out."""
+    """What must hold. READY leaves out the import of the predictor's file. That differs from boot to boot, and a
+    patched one calls `boot()` in it."""
     claims = dict[str, bool]()
     for result in results:
         plain, *patched = result.boots.values()
