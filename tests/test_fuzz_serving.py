@@ -8,7 +8,7 @@ import fuzz_serving
 from boots import run_boot
 
 # One module each, in the background. `make soak` has all features, and both policies.
-ROUNDS = 8
+ROUNDS = 4
 FEATURES = (
     *("none", "write", "alias", "views", "own view", "dictionary", "sentinel", "enumeration"),
     *("set flag", "set partial", "parameter", "shared memory", "weak key", "method"),
