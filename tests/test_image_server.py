@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cog_server import files
-from demo_servers import Demo, DemoTests, is_compiled, metrics
+from demo_servers import Demo, DemoTests, metrics
 from families import LORA
 from PIL import Image, ImageChops, ImageStat
 from read_digits import DIGIT_WORDS, share_read
@@ -34,7 +34,6 @@ DEMO = Demo(
         "MODEL": "demo/flux-digits",
         "IMAGE_SIZES": "96x64,64x64,64x96",
         "WARM_UP_SIZES": "64x64",
-        "GO_FAST": "on",
         "LORA_LOCAL": str(LORA.parent),
     },
     (PICTURE,),
@@ -82,13 +81,13 @@ def test_negative_prompt_changes_the_picture(server, drawn):
     assert files(steered) != files(drawn)
 
 
-def test_go_fast_draws_with_restored_code_too_and_is_the_default(server, drawn):
-    fast = server.predict(**{**PICTURE, "go_fast": True})
-    assert is_compiled(fast)
-    assert metrics(fast)["compiled_now"] == 0
-    assert files(fast) != files(drawn)
+def test_a_request_that_the_model_cannot_draw_fast_says_how_it_runs(server):
+    assert (
+        "go_fast=true is not available: this model runs with GO_FAST=off"
+        in server.predict(**{**PICTURE, "go_fast": True})["error"]
+    )
     default = {name: value for name, value in PICTURE.items() if name != "go_fast"}
-    assert files(server.predict(**default)) == files(fast)
+    assert server.predict(**default)["status"] == "succeeded"
 
 
 def test_a_strength_near_0_keeps_the_image_and_the_server(server, drawn):
