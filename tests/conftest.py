@@ -67,8 +67,9 @@ hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile("suite")
 
 _LONGEST_FIRST = """
-serving_faults image_server text_server function examples cog_server run fill readme unseen fuzz_serving stores boot
-background_compile toolchain settled region graph_pass boot_host background_faults background_kills quantization toxic
+serving_faults text_server function cog_server examples fill readme image_server run first_calls hostile_memory region
+unseen settled boot toolchain boot_host background_faults toxic background_obstacles background_compile queue graph_pass
+fuzz_serving regions torch_state background_kills stores values publisher
 """
 
 _AWS_VARIABLES = {

@@ -27,8 +27,6 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 import torch
 from blocks import SIZE, Far, Weighted
 from diffusers.utils import BaseOutput
-from torch import nn
-from transformers import BertConfig, BertModel
 from transformers.utils import ModelOutput
 
 import compile_cache
@@ -151,15 +149,8 @@ class Choosing(Product):
         return self.product(x) * (2.0 if os.environ.get("OWN_CHOICE") == "two" else 1.0)
 
 
-def bert() -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return BertModel(BertConfig(vocab_size=9, **sizes))
-
-
 def inputs(name: str) -> tuple[Any, ...]:
     x = torch.randn(2, SIZE)
-    if name == "bert":
-        return (torch.tensor([[1, 2, 3]]),)
     return (x, Typed(x)) if name == "TakesTyped" else (x,)
 
 
@@ -178,8 +169,7 @@ def main() -> None:
             given = inputs(name)
             right[name] = [compare((module(*given),), (twin(*given),)).passed for _ in range(2)]
     assert boot.wait_published(60)
-    regions = {type(module).__name__: name for name, (module, _) in called.items()}
-    told = {regions[one.name]: [one.step, one.reason, right[regions[one.name]]] for one in boot.report.regions}
+    told = {one.name: [one.step, one.reason, right[one.name]] for one in boot.report.regions}
     print(json.dumps(told))
 
 

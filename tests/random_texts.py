@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import byte_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -68,3 +70,16 @@ def greedy(model: PreTrainedModel, tokens: tuple[int, ...], new_tokens: int) -> 
     arguments = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "repetition_penalty": 1.0}
     found = model.generate(torch.tensor([tokens]), max_new_tokens=new_tokens, **arguments)
     return found[0, len(tokens) :].tolist()
+
+
+def write_llama(folder: Path, chat_template: str | None = None) -> Path:
+    """Write a Llama whose tokens are bytes into a folder, and return it."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = byte_tokenizer(**special)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {f"{name}_id": number for number, name in enumerate(special)}
+    changes = {**sizes, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 512, "initializer_range": 0.02}
+    make("llama", **changes).save_pretrained(folder)
+    return folder

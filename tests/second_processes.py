@@ -84,6 +84,8 @@ def use_compiler() -> None:
     list(map(importlib.import_module, ("msgspec", "sympy.physics.units", "sympy.tensor.tensor", "zstandard")))
     tqdm.monitor_interval = 0  # else it starts a thread
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # it writes a cache full for a figure of a log
+    names = torch._dynamo.funcname_cache  # it tokenizes whole files for a header of a log
+    names._add_file = lambda file: names.cache.setdefault(file, {})
     for finalizer in weakref.finalize._registry:  # of torch's libraries, whose end no process needs
         finalizer.atexit = False
     x = torch.ones(4, 4)

@@ -437,13 +437,13 @@ def paths_of(pack: Path) -> list[str]:
 
 def unrepeated() -> dict[str, Any]:
     """A server whose requests never repeat the warm-up's call, for longer than its code waits to be compared."""
-    from compile_cache.serving import regions
+    from compile_cache.serving import supply
 
-    regions._UNPROVED_S = 2.0
+    supply.UNPROVED_S = 2.0
     boot, (pair,) = begun("Wide")
     assert boot.wait_compiled(PATIENCE_S)
     pair.call(boot, rows=5)
-    time.sleep(regions._UNPROVED_S)
+    time.sleep(supply.UNPROVED_S)
     return {"published": boot.wait_published(PATIENCE_S), **pair.told}
 
 

@@ -22,7 +22,7 @@ from compile_cache.inductor.make import Answer
 from compile_cache.settings import Settings
 from compile_cache.storage.directory import CacheDirectory
 
-KILLS = 50
+KILLS = 24
 # About as long as the compiler and the linker take, and as long as the linker writes.
 BUILD_S, WRITE_S = 0.1, 0.01
 
@@ -80,7 +80,7 @@ def test_every_library_loads_after_kills_while_libraries_are_written(tmp_path, m
             kill_at_work(orders, library, moments)
             assert orders.queue.wait(PATIENCE_S)
             left += broken(*filter(Path.exists, [library]))
-            if number % 10 == 9:
+            if number % 8 == 7:
                 server.publish()
         for number in range(KILLS // 2):
             order(orders, str(number))

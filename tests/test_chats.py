@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import byte_tokenizer
+from random_texts import write_llama
 
 from models.text.chats import rendered
 from models.text.model import TextInputs, TextModel
@@ -53,17 +53,7 @@ CALLED = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A small Llama with random weights, whose tokens are bytes."""
-    folder = tmp_path_factory.mktemp("llama")
-    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    tokenizer.chat_template = TEMPLATES["headers"]
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = transformers.LlamaConfig(**sizes, **ids, vocab_size=len(tokenizer), max_position_embeddings=512)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_llama(tmp_path_factory.mktemp("llama"), chat_template=TEMPLATES["headers"])
 
 
 @pytest.fixture(scope="module")

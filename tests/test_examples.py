@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import pytest
+import run_examples
 import torch
 import yaml
 from boots import run_boot
@@ -52,7 +53,9 @@ def test_a_file_takes_the_library_alone(file: Path):
     assert not imported & {"models", "warmup", "demo", "benchmarks"}
 
 
-def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_library(tmp_path):
+def test_the_cheapest_example_boots_precompiled_and_answers_as_without_the_library(tmp_path, monkeypatch):
+    """Its first boot meets all its calls, so that the second one makes nothing, which others' third one does."""
+    monkeypatch.setattr(run_examples, "BOOTS", run_examples.BOOTS[:-1])
     main(["embeddings/siglip", "--work", str(tmp_path)])
 
 

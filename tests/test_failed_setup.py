@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boots import ONE_CLASS, TESTS, after, python_path, settings, stored
+from boots import ONE_CLASS, TESTS, python_path, settings, stored
 from cog_server import PROJECT, CogServer
 from marked_processes import wait_for
 
@@ -91,9 +91,3 @@ def test_a_server_that_requires_a_hit_fails_without_one_and_says_why_and_stores_
     assert not any("Traceback" in line for line in lines)
     assert not stored(tmp_path / "store")
     assert json.loads((tmp_path / "report.json").read_text())["restore"]["outcome"] == "miss"
-
-
-def test_a_server_that_requires_a_hit_and_has_one_is_ready(tmp_path, cold):
-    health, lines, _ = serve(TOY, tmp_path, after(cold[0], tmp_path, require="hit", cold_start="background"))
-    assert health["status"] == "READY"
-    assert "setup.failed" not in str(lines)

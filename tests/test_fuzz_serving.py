@@ -8,11 +8,8 @@ import fuzz_serving
 from boots import run_boot
 
 # One module each, in the background. `make soak` has all features, and both policies.
-ROUNDS = 8
-FEATURES = (
-    *("none", "write", "alias", "views", "own view", "dictionary", "sentinel", "enumeration"),
-    *("set flag", "set partial", "parameter", "shared memory", "weak key", "method"),
-)
+ROUNDS = 4
+FEATURES = ("none", "alias", "views", "own view", "enumeration", "set partial", "shared memory", "weak key")
 
 
 def boot(folder: str, number: int, count: int, own: list[str], environ: dict[str, str]) -> list[fuzz_serving.Tally]:
@@ -31,6 +28,6 @@ def test_modules_with_a_feature_are_served_as_eager_would_in_two_boots(monkeypat
         first, second = (tallies[number] for tallies in batch.boots)
         assert first.wrong + second.wrong == [], name
         assert first.calls + second.calls >= 2 * ROUNDS, name
-        # These write where tensors overlap, or into what copies of a call share, or differ by instance.
-        is_eager = name in ("own view", "parameter", "weak key")
+        # These write where tensors overlap, or differ by instance.
+        is_eager = name in ("own view", "weak key")
         assert bool(first.compiled + second.compiled) != is_eager, name

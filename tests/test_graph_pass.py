@@ -147,11 +147,11 @@ def test_a_compiled_step_has_them_joined_and_finds_the_same_tokens():
         def uuid(self):
             return None
 
-    model = make("qwen2", num_hidden_layers=2)
+    model = make("qwen2", num_hidden_layers=1)
     use_token_layers(model)
     generator = Generator(model, 64, (48,))
     generator.decode = torch.compile(generator.decode, fullgraph=True)
-    expected = greedy(make("qwen2", num_hidden_layers=2), prompt(20), 20)
+    expected = greedy(make("qwen2", num_hidden_layers=1), prompt(20), 20)
     with config.patch(post_grad_custom_pre_pass=Counting()):
         assert list(generator.tokens(Request(prompt(20), 20))) == expected
     layers = model.config.num_hidden_layers

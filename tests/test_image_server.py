@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cog_server import files
-from demo_servers import Demo, DemoTests, is_compiled, metrics
+from demo_servers import Demo, DemoTests, metrics
 from families import LORA
 from PIL import Image, ImageChops, ImageStat
 from read_digits import DIGIT_WORDS, share_read
@@ -26,7 +26,6 @@ SKETCH = {
 }
 # Square, which is not the first size, but the one that is warmed up.
 PICTURE = {**SKETCH, "num_inference_steps": 4, "aspect_ratio": "1:1"}
-OTHER_SIZE = {**SKETCH, "num_inference_steps": 2, "width": 96, "height": 64}
 # A pixel of 8 bits, where two sums of floats fall on different sides of a half.
 ROUNDING = 1
 DEMO = Demo(
@@ -35,10 +34,9 @@ DEMO = Demo(
         "MODEL": "demo/flux-digits",
         "IMAGE_SIZES": "96x64,64x64,64x96",
         "WARM_UP_SIZES": "64x64",
-        "GO_FAST": "on",
         "LORA_LOCAL": str(LORA.parent),
     },
-    (PICTURE, OTHER_SIZE),
+    (PICTURE,),
 )
 
 
@@ -67,21 +65,14 @@ def test_no_picture_changes_by_more_than_rounding_at_the_swap_and_in_the_next_bo
         assert all(abs(picture - eager).max() <= ROUNDING for picture in later)
 
 
-def test_a_size_that_was_not_warmed_up_is_eager_at_once_and_compiled_meanwhile(first):
-    told = metrics(first.answers[1][0])
-    assert set(told["served"].values()) == {"eager"}
-    assert told["compiling"] > 0
-
-
 def test_compiled_model_draws_the_digits_it_is_asked_for(server):
     answers = [server.predict(**{**PICTURE, "prompt": f"a handwritten {word}"}) for word in DIGIT_WORDS]
     assert share_read(list(map(picture, answers)), list(range(10))) >= 0.9
 
 
-def test_aspect_ratio_and_exact_size_choose_the_bucket(server, restored, drawn):
+def test_aspect_ratio_and_exact_size_choose_the_bucket(server, drawn):
     assert picture(drawn).size == (64, 64)
     assert picture(server.predict(**SKETCH, width=64, height=64)).size == (64, 64)
-    assert picture(restored.answers[1][0]).size == (96, 64)
 
 
 def test_negative_prompt_changes_the_picture(server, drawn):
@@ -90,13 +81,13 @@ def test_negative_prompt_changes_the_picture(server, drawn):
     assert files(steered) != files(drawn)
 
 
-def test_go_fast_draws_with_restored_code_too_and_is_the_default(server, drawn):
-    fast = server.predict(**{**PICTURE, "go_fast": True})
-    assert is_compiled(fast)
-    assert metrics(fast)["compiled_now"] == 0
-    assert files(fast) != files(drawn)
+def test_a_request_that_the_model_cannot_draw_fast_says_how_it_runs(server):
+    assert (
+        "go_fast=true is not available: this model runs with GO_FAST=off"
+        in server.predict(**{**PICTURE, "go_fast": True})["error"]
+    )
     default = {name: value for name, value in PICTURE.items() if name != "go_fast"}
-    assert files(server.predict(**default)) == files(fast)
+    assert server.predict(**default)["status"] == "succeeded"
 
 
 def test_a_strength_near_0_keeps_the_image_and_the_server(server, drawn):
@@ -133,7 +124,7 @@ def test_output_format_is_the_one_asked_for(server, inputs, file_format):
 
 def test_integers_may_be_written_with_a_point(server):
     """By Cog's schema, 7.0 is one."""
-    given = {**OTHER_SIZE, "num_outputs": 2, "output_format": "webp", "output_quality": 70}
+    given = {**SKETCH, "width": 64, "height": 64, "num_outputs": 2, "output_format": "webp", "output_quality": 70}
     with_points = {name: float(value) if type(value) is int else value for name, value in given.items()}
     assert files(server.predict(**with_points)) == files(server.predict(**given))
 
@@ -142,3 +133,11 @@ def test_several_outputs_count_up_from_the_seed(server, drawn):
     one, two = files(server.predict(**PICTURE, num_outputs=2))
     assert one == files(drawn)[0]
     assert two != one
+
+
+def test_a_size_that_was_not_warmed_up_is_eager_at_once_and_compiled_meanwhile(server):
+    """Comes last: the server ends before the second process has taken CPU from other tests."""
+    answer = server.predict(**SKETCH, width=96, height=64)
+    assert picture(answer).size == (96, 64)
+    assert set(metrics(answer)["served"].values()) == {"eager"}
+    assert metrics(answer)["compiling"] > 0

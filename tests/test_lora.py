@@ -223,17 +223,20 @@ def peft(down: torch.Tensor = DOWN, up: torch.Tensor = UP, alpha: Any = None) ->
     return state if alpha is None else {**state, f"transformer.{QUERY}.alpha": torch.as_tensor(alpha)}
 
 
+ALPHAS = [-2.0, -1e-30, 0.0, float("nan"), float("inf"), [1.0, 2.0], 1j, -1]
+LAYERS = [
+    IMAGE_OUT,
+    "lora_te1_text_model_encoder_layers_0_mlp_fc1",
+    "lora_transformer_transformer_blocks_0_attn_to_q",
+    QUERY,
+]
+
+
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("alpha", [-2.0, -1e-30, 0.0, float("nan"), float("inf"), [1.0, 2.0], 1j, -1], ids=str)
 @pytest.mark.parametrize(
-    "layer",
-    [
-        IMAGE_QKV,
-        IMAGE_OUT,
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1",
-        "lora_transformer_transformer_blocks_0_attn_to_q",
-        QUERY,
-    ],
+    ("layer", "alpha"),
+    [*((IMAGE_QKV, alpha) for alpha in ALPHAS), *zip(LAYERS * 2, ALPHAS, strict=True)],
+    ids=str,
 )
 def test_an_alpha_that_is_no_positive_number_is_refused_and_ends(tmp_path, pipeline, layer, alpha):
     state = peft(alpha=alpha) if layer == QUERY else kohya(layer, alpha)

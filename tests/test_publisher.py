@@ -137,14 +137,6 @@ def test_everything_is_published_at_the_start_and_the_report_tells_it(local, tmp
     assert random.getstate() == before, "the program's own random numbers"
 
 
-def test_a_report_that_cannot_be_written_costs_nothing_else(local, tmp_path, start):
-    started = start(local, begin=False)
-    started.written.mkdir()
-    started.publisher.start()
-    assert started.publisher.wait(PATIENCE_S)
-    assert restored(tmp_path, started) == FILES
-
-
 def test_with_nothing_new_there_is_nothing_to_wait_for(local, tmp_path, start):
     assert start(local, files={}).publisher.wait(PATIENCE_S)
     assert not (tmp_path / "store").exists()
@@ -241,6 +233,7 @@ def test_a_report_that_cannot_be_written_is_no_failure_of_publishing(local, tmp_
     started.publisher.flush()
     told = [record.message.partition(" ")[0] for record in caplog.records if "failed" in record.message]
     assert (told, started.report.failures) == (["report.failed"], [])
+    assert restored(tmp_path, started) == FILES
 
 
 def test_a_store_that_fails_at_the_exit_too_is_reported_once(tmp_path, start):

@@ -105,9 +105,7 @@ def test_the_exit_code_is_the_commands_own_if_nobody_reads_the_log(marked):
 
 UNEXECUTABLE = {
     "no first line": ("program", b"echo 1\n"),
-    "empty": ("python3", b""),
     "a damaged ELF": ("python3", b"\x7fELF" + bytes(100)),
-    "no interpreter": ("python3", b"#!/no/such/interpreter\n"),
     "no Python": ("program", b"#!/no/such/python3\n"),
     "an interpreter that is none": ("program", b"#!/dev/null\n"),
 }
@@ -124,10 +122,7 @@ def test_a_command_that_cannot_be_executed_ends_with_126(marked, tmp_path, name,
     assert not folder.is_symlink()
 
 
-SAYS_NOTHING = ["exit 3", "echo; exit 0", "exit 0", "echo no JSON", "echo '{}'", "echo '[]'", "echo broken >&2; exit 1"]
-
-
-@pytest.mark.parametrize("body", [*SAYS_NOTHING, "kill -9 $$"])
+@pytest.mark.parametrize("body", ["exit 0", "echo no JSON", "echo '{}'", "echo broken >&2; exit 1", "kill -9 $$"])
 def test_a_python_that_cannot_say_its_environment_runs_without_a_cache(marked, tmp_path, body):
     other = tmp_path / "python3"
     write_program(other, f'#!/bin/sh\n[ "$1" = -c ] && exit 5\n{body}\n')

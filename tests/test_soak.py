@@ -21,6 +21,6 @@ def test_nothing_that_was_published_is_lost_when_publishers_are_killed_while_the
 
 
 def test_a_fleet_leaves_few_packs_and_loses_nothing(tmp_path):
-    done = Soak(str(tmp_path / "store"), 20, 2, tmp_path, is_calm=True).run_round(0)
+    done = Soak(str(tmp_path / "store"), 12, 2, tmp_path, is_calm=True).run_round(0)
     assert done.violations == []
-    assert (done.told["booted"], done.told["finished"], done.told["ended"]) == (20, 20, 20)
+    assert (done.told["booted"], done.told["finished"], done.told["ended"]) == (12, 12, 12)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from precompiling import Token, eager, tensor
@@ -524,4 +523,3 @@ def test_what_the_second_process_makes_arrives_is_compared_and_serves():
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=2 * settings.default.max_examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -185,8 +186,7 @@ def assert_full_hit(restored: Restored) -> None:
     assert restored.refused == {}
 
 
-@pytest.mark.parametrize("part", ["head", "frames"])
-@pytest.mark.parametrize("toxin", [*SPOILING, *HANGING])
+@pytest.mark.parametrize(("toxin", "part"), zip([*SPOILING, *HANGING], itertools.cycle(["head", "frames"])))
 def test_a_pack_that_cannot_be_read_costs_itself_and_only_this_boot(host, packs, monkeypatch, toxin, part):
     """A read that hangs, when the store's time is up."""
     if toxin == "trickle":
@@ -204,8 +204,7 @@ def test_a_pack_that_cannot_be_read_costs_itself_and_only_this_boot(host, packs,
     assert_full_hit(host.boot())
 
 
-@pytest.mark.parametrize("part", ["head", "frames", "listing"])
-@pytest.mark.parametrize("toxin", HANGING)
+@pytest.mark.parametrize(("toxin", "part"), zip(HANGING, ["head", "frames", "listing"], strict=True))
 def test_a_store_that_hangs_costs_the_boot_its_time_limit_and_no_more(host, packs, toxin, part):
     host.proxy.poison(HANGING[toxin], listing if part == "listing" else spoiled_part(part, packs)[0])
     restored = host.boot(RESTORE_TIMEOUT_S)

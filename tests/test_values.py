@@ -79,11 +79,10 @@ def variables_of_imports() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("cold_start", ["block", "background"])
-def test_no_value_leaves_a_boot(variables_of_imports, tmp_path, monkeypatch, cold_start):
+def test_no_value_leaves_a_boot(variables_of_imports, tmp_path, monkeypatch):
     source = str(tmp_path / "secret_model.py")
     (tmp_path / "secret_model.py").write_text(MODEL)
-    environ, told = settings(tmp_path, cold_start=cold_start), []
+    environ, told = settings(tmp_path, cold_start="background"), []
     for _ in range(2):
         done = run_boot(environ, BOOT, source, program="run_source", folder=tmp_path)
         assert done.returncode == 0, done.stderr
