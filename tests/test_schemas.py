@@ -27,7 +27,7 @@ XGRAMMAR = PROJECT / ".venv" / "schemas"
 pytestmark = pytest.mark.skipif(
     not XGRAMMAR.is_dir(), reason="xgrammar is not in .venv/schemas: make test puts it there"
 )
-COUNT, PART = 120, 60
+COUNT, PART = 300, 60
 
 
 @pytest.fixture(scope="module", autouse=True)
