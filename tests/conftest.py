@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import logging
 import os
@@ -128,6 +129,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if guards := sys.modules.get("torch._dynamo.guards"):
         # It writes a cache full for a figure of a log.
         guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
+    # Else collections of garbage look at all that was imported, again and again.
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
     # Else pytest listens to it, and torch writes down each graph several times.
     logging.getLogger("torch.__trace").propagate = True
 
