@@ -1,22 +1,25 @@
-"""An asynchronous predictor in a real Cog server: it is restored, and has one thread for the model."""
+"""An asynchronous predictor: `fill` stores its code, and in a real Cog server it has one thread for the model."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from boots import ONE_CLASS, TESTS, after, boot_once, python_path, settings
+from boots import ONE_CLASS, TESTS, after, python_path, settings
 from cog_server import PROJECT, CogServer
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The report at READY of a server that requires a hit, and three predictions. Another process filled its store."""
+    """The report at READY of a server that requires a hit, and three predictions. `fill` has filled its store."""
     first, folder = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("async")
-    boot_once(settings(first) | ONE_CLASS)
-    environ = after(first, folder, require="hit", cold_start="background")
-    environ |= ONE_CLASS | {"PYTHONPATH": python_path(PROJECT, TESTS)}
+    own = ONE_CLASS | {"PYTHONPATH": python_path(PROJECT, TESTS)}
+    command = [sys.executable, "-m", "compile_cache.cli", "fill", "--predictor", "async_predictor.py:Predictor"]
+    subprocess.run(command, cwd=TESTS, env=settings(first) | own, check=True)
+    environ = after(first, folder, require="hit", cold_start="background") | own
     with CogServer("async_predictor.py:Predictor", folder / "server.log", environ, TESTS) as running:
         running.wait_ready()
         report = json.loads((folder / "report.json").read_text())

@@ -135,7 +135,7 @@ def test_several_outputs_count_up_from_the_seed(server, drawn):
     assert two != one
 
 
-def test_a_size_that_was_not_warmed_up_is_eager_at_once_and_compiled_meanwhile(server):
+def test_a_size_that_was_not_warmed_up_is_eager_at_once_and_ordered(server):
     """Comes last: the server ends before the second process has taken CPU from other tests."""
     answer = server.predict(**SKETCH, width=96, height=64)
     assert picture(answer).size == (96, 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import threading
 import time
@@ -186,7 +185,10 @@ def assert_full_hit(restored: Restored) -> None:
     assert restored.refused == {}
 
 
-@pytest.mark.parametrize(("toxin", "part"), zip([*SPOILING, *HANGING], itertools.cycle(["head", "frames"])))
+@pytest.mark.parametrize(
+    ("toxin", "part"),
+    [*((toxin, "frames") for toxin in (*SPOILING, *HANGING)), ("close_early", "head"), ("stall", "head")],
+)
 def test_a_pack_that_cannot_be_read_costs_itself_and_only_this_boot(host, packs, monkeypatch, toxin, part):
     """A read that hangs, when the store's time is up."""
     if toxin == "trickle":

@@ -169,6 +169,7 @@ def make(
     if writes_where_tensors_overlap(copies()):
         raise ArtifactError("it writes into memory that two of its tensors share; give it a copy of one")
     traced = trace(graphs, lambda: _left_open(dynamic, copies()))
+    gc.collect()  # of the copy: nothing else collects it in the second process
     has_found = traced.counts.hits > 0
     try:
         if as_graphs:
@@ -184,7 +185,6 @@ def make(
         if traced.depends_on_data or dynamic:
             raise ArtifactError(reason) from error
         return replace(_graphs_made(artifacts, graphs, copies, reason, record), has_found=has_found)
-    gc.collect()  # of two copies, which torch's traces hold
     with pause():
         times = attempt(compare_speed, function, copies)
     compiled_ms, eager_ms = (0.0, 0.0) if isinstance(times, Failure) else times

@@ -62,8 +62,8 @@ class ManagedWeights:
 
 
 def managed_weights(model: str) -> ManagedWeights | None:
-    """The managed weights in whose target a model's folder lies, there or not: the innermost one. None if it lies in
-    none.
+    """The managed weights whose target contains the model's folder, which need not exist yet. Of several, it is the
+    innermost; without any, None.
 
     Raises:
         WeightsError: Cog's file cannot be read, or is damaged.

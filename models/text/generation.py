@@ -103,8 +103,9 @@ class Generator:
         Each step sets the thread-local state that it needs, so that another thread may take the next token.
 
         Raises:
-            ValueError: the prompt is empty, longer than the largest bucket, or does not fit the cache.
-            RuntimeError: another request began before this one ended.
+            ValueError: the prompt is empty, longer than the largest bucket, or does not fit the cache. When a token is
+                asked for: the model has none that the guide allows.
+            RuntimeError: when a token is asked for: another request has begun.
         """
         self.check(request)
         return self._tokens(request)
@@ -128,8 +129,12 @@ class Generator:
                 raise RuntimeError("another request has begun: a Generator serves one at a time")
 
     def _guided(self, guide: Guide, most: int) -> Iterator[int]:
-        """Tokens that a guide allows. It needs each one to say which may come next, so no step is queued ahead: the
-        step's own choice is dropped, and another one made of its logits."""
+        """Tokens that a guide allows. Which may come depends on the last one, so no step is queued ahead: a step's own
+        choice is dropped, and another one made of its logits.
+
+        Raises:
+            ValueError: the model has no token that the guide allows.
+        """
         mine = self._requests
         for number in range(most):
             if number:

@@ -1,6 +1,6 @@
-"""Answers in JSON: a schema says before each token which ones may come, by xgrammar's automaton.
+"""Answers in JSON. Before each token, xgrammar says which tokens the schema allows.
 
-xgrammar lets answers pass that are invalid for some keywords, so keywords outside a list are refused by name.
+For some keywords, xgrammar lets invalid answers pass. So keywords outside a list are refused by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTES = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$comment",
     "$defs", "definitions",
 }  # fmt: skip
-# The types of which these say something. xgrammar ignores them where the schema has no type.
+# The type that each of these keywords describes. Without a type, xgrammar ignores them.
 _OF_TYPE = {
     **dict.fromkeys(("minLength", "maxLength", "pattern"), "string"),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "number"),
@@ -26,7 +26,7 @@ _OF_TYPE = {
 }
 _KEYWORDS = {*_NOTES, *_OF_TYPE}
 _KEYWORDS |= {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref"}
-# Each is all that a schema says: what stands beside it would be ignored.
+# These must stand alone: xgrammar ignores keywords beside them.
 _ALONE = ("enum", "const", "anyOf", "$ref")
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -37,13 +37,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
-# Of other patterns, xgrammar lets quotation marks and backslashes pass as they are, which ends the text, or it knows no
-# more than a part.
+# In other patterns, xgrammar lets an unescaped quotation mark pass, which ends the text, or it follows only a part.
 _ESCAPED = r"\\[dw./+*?()\[\]{}|^$-]"
 _RANGES = "[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]"
 _CLASS = rf"""\[\^?-?(?:{_ESCAPED}|{_RANGES}|[^"\\\x00-\x1f\[\]-])+-?\]"""
 _PART = re.compile(
-    rf"""(?P<group>\((?:\?:)?(?!\?))|(?P<end>\))|(?P<bar>\|)|(?P<edge>[\^$])|(?P<times>[?*+]|\{{\d+(?:,\d*)?\}})|"""
+    rf"""(?P<group>\((?:\?:)?(?!\?))|(?P<end>\))|(?P<bar>\|)|(?P<edge>[\^$])|(?P<times>[?*+]|\{{\d{{1,5}}(?:,\d{{0,5}})?\}})|"""
     rf"""{_ESCAPED}|{_CLASS}|[^"\\\x00-\x1f\[\]{{}}]"""
 )
 # Nothing in xgrammar bounds the time to compile, nor the time for a token. With 128,000 tokens, a pattern of this cost
@@ -53,10 +52,9 @@ _MOST_COUNT = 10_000
 _MOST_LEVELS = 64
 _MOST_PARTS = 256
 _MOST_COST = 100
-# What may be missing, or come again, costs as much as so many characters.
+# The cost of `?`, `*` and `+`, in characters.
 _COST_OF_CHOICE = 6
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
-_LARGEST_INTEGER = 2**63 - 1
 # The bytes of a character of UTF-8 behind its first one.
 _CONTINUING = range(0x80, 0xC0)
 _ORIGIN = r"^\[[\d:]+\] \S+:\d+: "
@@ -68,13 +66,13 @@ def checked(schema: Any) -> str:
     Raises:
         ValueError: it is no schema, has a keyword that no answer could be held to, or is too large.
     """
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"json_schema has {len(text)} characters; it may have {_MOST_CHARACTERS}")
     try:
-        found = json.loads(text)
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        found = json.loads(text) if len(text) <= _MOST_CHARACTERS else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json_schema is no JSON: {error}") from error
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"json_schema has {len(text)} characters; it may have {_MOST_CHARACTERS}")
     if not isinstance(found, dict):
         raise ValueError("json_schema must be an object")
     if (levels := _levels(found)) > _MOST_LEVELS:
@@ -107,15 +105,14 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema has {json.dumps(schema)} in place of a schema")
     yield schema
+    inner = [schema[keyword] for keyword in ("items", "additionalProperties") if keyword in schema]
     for keyword in ("properties", "$defs", "definitions"):
         if not isinstance(named := schema.get(keyword, {}), dict):
             raise ValueError(f"json_schema: {keyword} must be an object")
-        for part in named.values():
-            yield from _schemas(part)
-    for keyword in ("items", "additionalProperties"):
-        if keyword in schema:
-            yield from _schemas(schema[keyword])
-    for part in schema.get("anyOf", ()):
+        inner += named.values()
+    if not (alternatives := schema.get("anyOf", [True])):
+        raise ValueError("json_schema has an anyOf without a schema")
+    for part in (*inner, *alternatives):
         yield from _schemas(part)
 
 
@@ -163,50 +160,54 @@ def _check_value(value: Any, types: Sequence[str]) -> None:
     found = [value]
     while found:
         one = found.pop()
-        if type(one) is int and abs(one) > _LARGEST_INTEGER:
+        if type(one) is int and not -(2**63) <= one < 2**63:
             raise ValueError(f"json_schema has {one}, an integer of more than 64 bits; make it a text")
         found += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 
 
 def _cost(pattern: Any) -> int | None:
-    """How many characters a pattern has, its repetitions written out; None if it cannot be followed.
+    """The length of a pattern with its repetitions written out; None if it cannot be followed.
 
-    A repetition of repetitions can be read in many ways. It costs as often as it may come, squared.
+    A counted repetition of repetitions costs the square of its count, because a text can be split among them in many
+    ways.
     """
-    if not isinstance(pattern, str) or not (pattern.isascii() or not re.search(r"\.|\[\^", pattern)):
-        return None  # beside other characters, these stand for quotation marks, too
-    # Of the groups that are open, the cost so far, and whether there is a repetition. The cost of what one may follow.
-    costs, repeats, repeated, place = [0], [False], 0, 0
-    is_nested = False
+    if not isinstance(pattern, str):
+        return None
+    # For each open group, its cost so far, and whether it has a repetition; the last part's. And what that part is.
+    open_groups, repeated, is_nested, previous, place = [(0, False)], 0, False, "bar", 0
     while place < len(pattern):
         if (part := _PART.match(pattern, place)) is None:
             return None
-        before, place, kind = pattern[:place], part.end(), part.lastgroup
+        place, kind = part.end(), part.lastgroup or "one"
+        cost, has_repetition = open_groups[-1]
         if kind == "edge":  # elsewhere, it would be ignored
-            is_first = part[0] == "^" and before[-1:] in ("", "|")
-            if len(costs) > 1 or not (is_first or (part[0] == "$" and pattern[place : place + 1] in ("", "|"))):
+            is_last = part[0] == "$" and pattern[place : place + 1] in ("", "|")
+            if len(open_groups) > 1 or not (is_last or (part[0] == "^" and previous == "bar")):
                 return None
-            repeated = 0
         elif kind == "group":
-            costs.append(0)
-            repeats.append(False)
+            open_groups.append((0, False))
         elif kind == "end":
-            if len(costs) == 1:
+            if len(open_groups) == 1:
                 return None
-            repeated, is_nested = costs.pop(), repeats.pop()
-            costs[-1] += repeated
-            repeats[-1] |= is_nested
+            repeated, is_nested = open_groups.pop()
+            cost, has_repetition = open_groups[-1]
+            open_groups[-1] = cost + repeated, has_repetition or is_nested
         elif kind == "times":
-            if not repeated:
+            if previous not in ("one", "end") or not repeated:
                 return None
-            least, _, most = part[0].strip("{}").partition(",")
-            times = max(1, int(most or least)) if least.isdigit() else _COST_OF_CHOICE
-            costs[-1] += repeated * (times**2 if is_nested and least.isdigit() else times) - repeated
-            repeats[-1], repeated, is_nested = True, 0, False
-        else:
-            repeated, is_nested = int(kind is None), False
-            costs[-1] += repeated
-    return costs[0] if len(costs) == 1 else None
+            least, comma, most = part[0].strip("{}").partition(",")
+            is_counted = (most if comma else least).isdigit()
+            count = max(1, int((most if is_counted else least).strip("?*+") or least.strip("?*+") or 1))
+            times = count if is_counted else count * _COST_OF_CHOICE
+            open_groups[-1] = cost + repeated * ((times**2 if is_nested and is_counted else times) - 1), True
+        elif kind == "one":
+            # Beside other characters than ASCII's, these stand for quotation marks, too.
+            if not pattern.isascii() and part[0].startswith((".", "[^")):
+                return None
+            repeated, is_nested = 1, False
+            open_groups[-1] = cost + 1, has_repetition
+        previous = kind
+    return open_groups[0][0] if len(open_groups) == 1 else None
 
 
 def _target(reference: Any, root: dict[str, Any]) -> Any:
@@ -217,8 +218,8 @@ def _target(reference: Any, root: dict[str, Any]) -> Any:
 class Schemas:
     """Compiles schemas for a tokenizer. xgrammar is imported for it.
 
-    xgrammar takes special tokens for their names, which are no text of an answer, and in texts of a limited length it
-    lets control characters and bytes that are no UTF-8 pass. None of these is chosen.
+    xgrammar treats a special token as the text of its name, and in texts of a limited length it lets control characters
+    and bytes that are no UTF-8 pass. None of these is chosen.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int], device: torch.device) -> None:
@@ -239,7 +240,8 @@ class Schemas:
         self._texts = {number: text for number, text in enumerate(info.decoded_vocab) if number not in special}
         self._texts |= dict.fromkeys(ends, b"")
         self._inner = [number for number, text in self._texts.items() if text and text[0] in _CONTINUING]
-        self._vocabulary, self._device = vocabulary, device
+        self.vocabulary, self._device = vocabulary, device
+        self.places = torch.arange(32, dtype=torch.int32, device=device)  # of the bits of a word
         self._whole = self._mask(b"", self._texts)
 
     def guide(self, schema: Any) -> Guide:
@@ -260,11 +262,11 @@ class Schemas:
         return self._mask(begun, self._inner) if begun else self._whole
 
     def rest(self, begun: bytes, token: int) -> bytes:
-        """What a token that `after` allows leaves begun."""
+        """The bytes of an unfinished character after this token, which `after` allows."""
         return _rest(begun + self._texts[token]) or b""
 
     def _mask(self, begun: bytes, candidates: Iterable[int]) -> torch.Tensor:
-        mask = torch.zeros(self._vocabulary, dtype=torch.bool)
+        mask = torch.zeros(self.vocabulary, dtype=torch.bool)
         mask[[number for number in candidates if _rest(begun + self._texts[number]) is not None]] = True
         return mask.to(self._device)
 
@@ -287,16 +289,14 @@ class Guide:
         import xgrammar
 
         self._matcher, self._schemas, self._begun = xgrammar.GrammarMatcher(compiled), schemas, b""
-        mask = schemas.after(b"")
-        self._bits = xgrammar.allocate_token_bitmask(1, len(mask))
-        self._places = torch.arange(32, dtype=torch.int32, device=mask.device)
+        self._bits = xgrammar.allocate_token_bitmask(1, schemas.vocabulary)
 
     def allowed(self) -> torch.Tensor:
         """The tokens that may come next: bool, of shape [vocabulary], on the device where they are chosen."""
         self._matcher.fill_next_token_bitmask(self._bits)
         mask = self._schemas.after(self._begun)
         words = self._bits[0].to(mask.device)  # a bit a token is what travels
-        return (words[:, None] >> self._places & 1).bool().flatten()[: len(mask)] & mask
+        return (words[:, None] >> self._schemas.places & 1).bool().flatten()[: len(mask)] & mask
 
     def take(self, token: int) -> bool:
         """Go on from a token that was allowed. Whether another one follows.
