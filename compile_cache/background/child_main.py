@@ -40,9 +40,9 @@ def serve(channel: Connection) -> None:
 
 
 def _handler(name: str, setup: bytes, hurries: bool) -> Any:
-    """The function that answers orders. No garbage is collected by itself, which would take an eighth of the time in
-    which torch traces and generates code, but where an order's memory matters. What imports make stays, so no
-    collection looks at it."""
+    """The function that answers orders. Automatic garbage collection is off, since it slows torch's tracing: this
+    process collects after each order, and within one where memory matters. What imports make stays, so no collection
+    looks at it."""
     _give_way(hurries)
     gc.disable()
     try:

@@ -45,8 +45,7 @@ _PART = re.compile(
     rf"""(?P<group>\((?:\?:)?(?!\?))|(?P<end>\))|(?P<bar>\|)|(?P<edge>[\^$])|(?P<times>[?*+]|\{{\d{{1,5}}(?:,\d{{0,5}})?\}})|"""
     rf"""{_ESCAPED}|{_CLASS}|[^"\\\x00-\x1f\[\]{{}}]"""
 )
-# Nothing in xgrammar bounds the time to compile, nor the time for a token. With 128,000 tokens, a pattern of this cost
-# takes a second, and so do so many parts of a schema.
+# Nothing in xgrammar bounds the time to compile, nor the time for a token. These limits do.
 _MOST_CHARACTERS = 16_384
 _MOST_COUNT = 10_000
 _MOST_LEVELS = 64
