@@ -310,9 +310,8 @@ def run(variables) -> Run:
 @pytest.fixture
 def marked() -> Iterator[Marked]:
     """A mark for processes, which end with the test."""
-    marked = Marked()
-    yield marked
-    marked.kill()
+    with Marked() as marked:
+        yield marked
 
 
 @pytest.fixture

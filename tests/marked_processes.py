@@ -13,12 +13,22 @@ PATIENCE_S = 120.0
 
 
 class Marked:
-    """The processes that were started with a variable of the test's own, and all that these have started."""
+    """The processes that were started with a variable of the test's own, and all that these have started.
+
+    One that is being replaced by another program (exec) is not seen for a moment. In a `with`, all end when it does: a
+    test that fails beside a `Popen` would wait for it else.
+    """
 
     def __init__(self) -> None:
         self._entry = f"BACKGROUND_TEST={uuid.uuid4().hex}"
         self.environ = {**os.environ, "BACKGROUND_TEST": self._entry.partition("=")[2]}
         self.environ.pop("PYTHONUNBUFFERED", None)
+
+    def __enter__(self) -> Marked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def pids(self) -> set[int]:
         return {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if self._is_in(folder)}

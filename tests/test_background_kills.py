@@ -32,23 +32,23 @@ def serve(folder: Path, marked: Marked, mode: str, *wrapper: str, life_s: str = 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_process_ends_with_a_killed_server(tmp_path, marked, number):
     before = shared_memory()
-    with serve(tmp_path, marked, "hang") as server:
+    with serve(tmp_path, marked, "hang") as server, marked:
         assert server.stdout.readline() == "at work 0\n"
-        assert len(marked.pids()) > 3
+        wait_for(lambda: len(marked.pids()) > 3)
         server.send_signal(number)
-    wait_for(lambda: not marked.pids() and not shared_memory() - before)
+        wait_for(lambda: not marked.pids() and not shared_memory() - before)
 
 
 def test_process_ends_with_its_server_while_c_code_holds_pythons_lock(tmp_path, marked):
     """No thread of the process can look at its server then: the kernel ends it."""
-    with serve(tmp_path, marked, "hold_the_lock") as server:
+    with serve(tmp_path, marked, "hold_the_lock") as server, marked:
         server.stdout.readline()
         server.kill()
-    wait_for(lambda: not marked.pids())
+        wait_for(lambda: not marked.pids())
 
 
 def test_process_ends_with_its_server_although_a_fork_keeps_its_files_open(tmp_path, marked):
-    with serve(tmp_path, marked, "fork") as server:
+    with serve(tmp_path, marked, "fork") as server, marked:
         fork = int(server.stdout.readline().split()[-1])
         server.kill()
         server.wait()

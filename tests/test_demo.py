@@ -30,12 +30,12 @@ def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path, marked):
     log = tmp_path / "output" / "text-to-image" / "eager" / "server.log"
     environ = {**marked.environ, "PYTHONPATH": python_path(PROJECT / "demo", PROJECT)}
     command = [sys.executable, "-c", code, str(tmp_path / "output")]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as demo:
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as demo, marked:
         wait_for(lambda: log.exists() and log.stat().st_size > 0)
-        assert len(marked.pids()) > 1
+        wait_for(lambda: len(marked.pids()) > 1)
         demo.terminate()
         assert demo.wait(60) == 128 + signal.SIGTERM
-    wait_for(lambda: not marked.pids())
+        wait_for(lambda: not marked.pids())
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():
