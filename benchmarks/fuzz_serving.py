@@ -310,9 +310,7 @@ def _left_halfway(boot: Boot, name: str) -> list[str]:
     from compile_cache.serving.kinds import State
 
     (kinds,) = (region.supply.kinds for region in boot._regions.by_class.values() if region.report.name == name)
-    return [
-        f"a case is left {case.state}" for case in kinds if case.claimant or case.state in (State.ORDERED, State.LATE)
-    ]
+    return [f"a case is left {case.state}" for case in kinds if case.claimant or case.state is State.ORDERED]
 
 
 class Style(NamedTuple):

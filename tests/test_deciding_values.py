@@ -173,7 +173,7 @@ Flip = tuple[Callable[[Scene], object], str, Callable[[Scene], object], str]
 START = id
 SERVES, NOW_SERVES, EAGER = "precompiled", "precompiled, now has code", "eager"
 COMPARED, NOW_COMPARED = "eager, compared", "eager, compared, now has code"
-ORDERED, LATE = "eager, now ordered", "eager, now late"
+ORDERED = "eager, now ordered"
 # By value: where the call begins, how it is served there, the flip of this value alone, and how it is served then.
 FLIPS: dict[str, Flip] = {
     "Moment.known": (START, SERVES, Scene.settled, EAGER),
@@ -200,8 +200,8 @@ FLIPS: dict[str, Flip] = {
     "Case.trials": (START, SERVES, Scene.not_compared, COMPARED),
     "Case.graphs": (Scene.graphs, "graphs", given("case.graphs", ""), EAGER),
     "Case.claimant": (Scene.not_compared, COMPARED, given("case.claimant", ("another",)), EAGER),
-    "Supply.late": (Scene.late, LATE, given("supply.late", None), NOW_COMPARED),
-    "RegionSupply.is_late": (Scene.late, LATE, given("region.supply.is_late", False), NOW_COMPARED),
+    "Supply.late": (Scene.late, ORDERED, given("supply.late", None), NOW_COMPARED),
+    "RegionSupply.is_late": (Scene.late, ORDERED, given("region.supply.is_late", False), NOW_COMPARED),
     "Supply.artifacts": (Scene.stored, NOW_COMPARED, given("supply.artifacts", ""), ORDERED),
     "Supply.orders": (Scene.new, ORDERED, given("supply.orders", "a fork has none"), "eager, now eager"),
     "Supply.is_warming_up": (Scene.marked, NOW_SERVES, given("supply.is_warming_up", True), NOW_COMPARED),
@@ -225,8 +225,13 @@ FLIPS: dict[str, Flip] = {
         lambda s: s.store._marks.update({PATH: Mark(frozenset({s.place}), False)}),
         NOW_SERVES,
     ),
-    "Artifacts._functions": (Scene.late, LATE, lambda s: s.store._functions.update({PATH: s.function}), NOW_COMPARED),
-    "Artifacts._ahead": (Scene.late, LATE, lambda s: s.store._ahead.update({PATH: s.function}), NOW_COMPARED),
+    "Artifacts._functions": (
+        Scene.late,
+        ORDERED,
+        lambda s: s.store._functions.update({PATH: s.function}),
+        NOW_COMPARED,
+    ),
+    "Artifacts._ahead": (Scene.late, ORDERED, lambda s: s.store._ahead.update({PATH: s.function}), NOW_COMPARED),
     "Artifacts._refused": (Scene.stored, NOW_COMPARED, lambda s: s.store._refused.update({PATH: "damaged"}), ORDERED),
     "OrderQueue.waiting": (Scene.new, ORDERED, given("orders.queue.waiting", RECOMPILE_LIMIT), EAGER),
 }

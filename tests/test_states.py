@@ -89,7 +89,7 @@ def test_the_states_are_walked_as_the_table_says_and_eager_is_the_end():
         case = Case(CallSpec("", (), (), (), (), ()), start)
         case.arrive(code := Code(lambda *_: True))
         assert case.function is (code if State.HAS_CODE in MOVES[start] else None)
-    assert {state for state in State if State.EAGER not in MOVES[state]} == {State.LATE, State.EAGER, State.GROWING}
+    assert {state for state in State if State.EAGER not in MOVES[state]} == {State.EAGER, State.GROWING}
     ends, found = {State.NEW}, {State.NEW}
     while ends := {end for state in ends for end in MOVES[state]} - found:
         found |= ends

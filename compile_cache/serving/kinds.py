@@ -36,8 +36,7 @@ class State(enum.Enum):
     """How calls of a case are served. `MOVES` has the ways from one state to another.
 
     - NEW: nothing is known yet. One call at a time looks for a stored function, and orders one if there is none.
-    - ORDERED: the second process makes a function. Eager answers.
-    - LATE: the store has functions, which are loaded after READY. Eager answers.
+    - ORDERED: the second process makes a function, or the store has some, which are loaded after READY. Eager answers.
     - HAS_CODE: a function answers calls of the instances on which it has passed. On any other instance, eager answers,
       and the function runs on a copy and is compared.
     - GROWING: the model's own code answers, whatever the sizes are: calls make a tensor larger that they keep. If the
@@ -48,18 +47,16 @@ class State(enum.Enum):
 
     NEW = "new"
     ORDERED = "ordered"
-    LATE = "late"
     HAS_CODE = "has code"
     GROWING = "growing"
     EAGER = "eager"
 
 
-# The states that may follow each state. An order that is answered by stored files makes a case NEW: which of them fits
-# is found in a call.
+# The states that may follow each state. An order that stored files answer makes a case NEW: which of them fits is found
+# in a call.
 MOVES: Mapping[State, frozenset[State]] = {
-    State.NEW: frozenset({State.ORDERED, State.LATE, State.HAS_CODE, State.GROWING, State.EAGER}),
+    State.NEW: frozenset({State.ORDERED, State.HAS_CODE, State.GROWING, State.EAGER}),
     State.ORDERED: frozenset({State.NEW, State.HAS_CODE, State.EAGER}),
-    State.LATE: frozenset({State.NEW}),
     State.HAS_CODE: frozenset({State.EAGER}),
     State.GROWING: frozenset({State.NEW}),
     State.EAGER: frozenset(),
@@ -149,7 +146,7 @@ class Case:
     def waits(self) -> bool:
         """Whether eager answers until code arrives, or a comparison of it ends."""
         has_code = self.state is State.HAS_CODE or self.graphs
-        return self.state in (State.ORDERED, State.LATE) or bool(has_code and max([0, *self.trials.values()]) > 0)
+        return self.state is State.ORDERED or bool(has_code and max([0, *self.trials.values()]) > 0)
 
     def counts_for(self, module: nn.Module) -> bool:
         """Whether the case is one of those that may be made for an instance: it made such calls, or no other did."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -87,6 +86,8 @@ class Supply:
         late = [path for path in sorted(functions) if path in marks and marks[path].is_late]
         late = late if settings.unseen == "background" else []
         self.late: dict[str, bool] | None = dict.fromkeys(late, False)
+        # The cases that stored functions are loaded for.
+        self._ordered: list[Case] = []
         self.regions: list[RegionSupply] = []
         self._calls = calls
         self.moment = Moment()
@@ -161,9 +162,10 @@ class Supply:
         self.configure()
         paths = attempt(artifacts.unloaded, case.spec, call)
         with LOCK:
-            if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.LATE):
+            if isinstance(paths, Failure) or not paths or self.late is None or not case.move(State.ORDERED):
                 return []
             self.late |= dict.fromkeys(paths, True)
+            self._ordered.append(case)
         return paths
 
     def _load_late(self, late: dict[str, bool]) -> None:
@@ -178,17 +180,14 @@ class Supply:
                     attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
         self.look_again()
 
-    def look_again(self, *kinds: Kinds) -> None:
-        """Look up the cases again that wait for stored functions, or those among these kinds, from the next moment on.
-        Calls load what is not loaded by then."""
+    def look_again(self, kinds: Kinds | None = None) -> None:
+        """Look up the cases again that the store answers, or those among these kinds, from the next moment on. Calls
+        load what is not loaded by then."""
         with LOCK:
-            for case in self._late_cases(*kinds):
+            answered = [case for case in self._ordered if kinds is None or case in kinds]
+            self._ordered = [case for case in self._ordered if case not in answered]
+            for case in answered:
                 self.moment.defer(case, functools.partial(_reopen, case))
-
-    def _late_cases(self, *kinds: Kinds) -> list[Case]:
-        """The cases that wait for stored functions, or those among these kinds, and that no moment looks up yet."""
-        cases = itertools.chain(*kinds or (region.kinds for region in self.regions))
-        return [case for case in cases if case.state is State.LATE and not self.moment.has(case)]
 
     # What the second process answers.
 
@@ -272,17 +271,17 @@ class Supply:
     @property
     def waiting(self) -> int:
         """How many kinds of calls are eager until the second process has answered, or their functions are loaded."""
-        return len(self._late_cases()) + (self._queue.waiting if self._queue is not None else 0)
+        return len(self._ordered) + (self._queue.waiting if self._queue is not None else 0)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until none is `waiting`; False after `timeout_s`."""
         until_s = time.monotonic() + timeout_s
-        while self._late_cases() and time.monotonic() < until_s:
+        while self._ordered and time.monotonic() < until_s:
             time.sleep(_GAP_S / 10)
         left_s = max(0.0, until_s - time.monotonic())
         # Calls that are ordered meanwhile are waited for too, those after that are not.
         is_answered = self._queue is None or self._queue.wait(left_s)
-        return is_answered and not self._late_cases()
+        return is_answered and not self._ordered
 
     def order_nothing(self, reason: str) -> None:
         """In a fork of this process: forget the second process, and what other threads hold. Calls that wait for stored
@@ -313,7 +312,7 @@ class RegionSupply:
         self.is_late = True
 
     def find(self, case: Case, call: Call) -> Precompiled | None:
-        """The stored function for a call of a claimed case, which it has then. Without one, the case is LATE if the
+        """The stored function for a call of a claimed case, which it has then. Without one, the case is ORDERED if the
         store brings one after READY, EAGER if the settings say so, or else NEW, and to be ordered."""
         boot, ledger = self.boot, self.boot.directory.ledger
         if self.is_late and (paths := boot.will_load(case, call)):
