@@ -1,4 +1,4 @@
-"""What a test sees of other processes: those that were started with its mark, and shared memory."""
+"""What a test sees of processes: those that were started with its mark, shared memory, and what its own has open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PATIENCE_S = 120.0
@@ -56,3 +58,13 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def open_files() -> Counter[str]:
+    """The files and sockets that this process has open. Threads that earlier tests have left may close some meanwhile,
+    so compare by subtraction, not by number."""
+    found = Counter[str]()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists them
+            found[os.readlink(descriptor)] += 1
+    return found

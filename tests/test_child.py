@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from background_handlers import order
-from marked_processes import PATIENCE_S, shared_memory, wait_for
+from marked_processes import PATIENCE_S, open_files, shared_memory, wait_for
 
 from compile_cache.background.child import CompilingProcess
 from compile_cache.errors import OrderFailed, ProcessDied, ProcessNotReady
@@ -220,7 +220,7 @@ def test_order_past_its_deadline_is_ended_with_all_that_it_started(start, tmp_pa
 
 def test_stop_ends_an_order_of_another_thread_and_leaves_no_file_open(start, tmp_path, marked):
     describe(start())
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     process = start()
     errors: list[ProcessDied] = []
 
@@ -240,16 +240,16 @@ def test_stop_ends_an_order_of_another_thread_and_leaves_no_file_open(start, tmp
     with pytest.raises(ProcessDied, match="was stopped"):
         process.answer(order("describe"), PATIENCE_S)
     assert [str(error) for error in errors] == ["The compiling process was stopped."]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
     wait_for(lambda: len(marked.pids()) == 1)  # the first one
 
 
 def test_process_that_cannot_be_started_leaves_no_file_open(tmp_path, monkeypatch):
-    before = os.listdir("/proc/self/fd")
+    before = open_files()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     with pytest.raises(FileNotFoundError):
         CompilingProcess("background_handlers:make", b"", tmp_path / "log", {})
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert not open_files() - before
 
 
 def test_process_outlives_the_thread_that_started_it_and_a_fork_of_the_server(start):

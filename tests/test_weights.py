@@ -25,6 +25,7 @@ import torch
 from diffusers import DiffusionPipeline, ZImageTransformer2DModel
 from huggingface_hub import constants
 from machines import write_files
+from marked_processes import open_files
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -465,7 +466,7 @@ def test_a_setup_that_fails_ends_the_copying(saved, monkeypatch):
         copy(self, targets)
 
     monkeypatch.setattr(early_weights._Chunk, "copy", wait)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     early = early_of(saved, chunk_bytes=1000)
     early.begin(CPU)
     assert begun.wait(10)
@@ -473,7 +474,7 @@ def test_a_setup_that_fails_ends_the_copying(saved, monkeypatch):
     early.drop()
     assert not early._copies
     assert "early weights" not in [thread.name for thread in threading.enumerate()]
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - before
 
 
 def test_copying_that_fails_costs_only_speed(saved, monkeypatch, caplog):
@@ -502,7 +503,7 @@ def test_a_host_without_another_thread_loads_as_ever(saved, at, monkeypatch, cap
 def test_a_file_that_cannot_be_read_stops_the_plan(folder, monkeypatch, caplog):
     """Also for the files before it. No file stays open."""
     caplog.set_level(logging.INFO)
-    count, read = len(os.listdir("/proc/self/fd")), early_weights.read_header
+    before, read = open_files(), early_weights.read_header
     paths = find_files(str(folder), True)
 
     def fail(path: Path) -> Any:
@@ -513,7 +514,7 @@ def test_a_file_that_cannot_be_read_stops_the_plan(folder, monkeypatch, caplog):
     monkeypatch.setattr(early_weights, "read_header", fail)
     with begun(folder) as early:
         assert not early._chunks
-        assert len(os.listdir("/proc/self/fd")) == count
+        assert not open_files() - before
     assert "PermissionError" in caplog.text
 
 
