@@ -326,9 +326,7 @@ def explain(
 @app.command()
 def report(
     reports: Annotated[list[Path], Argument(metavar="REPORTS...", help="Boot reports: files such as reports/*.json.")],
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE.html", help="The page.")] = Path("report.html"),
 ) -> None:
     """Write one page of HTML: the boots of reports as timelines, and their history.
 

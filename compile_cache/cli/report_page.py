@@ -34,17 +34,15 @@ MEANINGS |= {"wait": "wait", "other": "other"}
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Write the page, and print what is on it. It replaces neither a folder nor a device nor a boot's report.
+    """Write the page, and print what is on it. Its name ends with `.html`, so it replaces no boot's report.
 
     Raises:
-        CompileCacheError: a report cannot be read, or `output` is one of these.
+        CompileCacheError: a report cannot be read, or `output` has another name.
         OSError: the file cannot be written.
     """
+    if output.suffix != ".html":
+        raise CompileCacheError(f"{output} cannot be the page: give --output a name that ends with .html")
     reports = find_reports(paths)
-    if output.exists() and not output.is_file():
-        raise CompileCacheError(f"{output} is {'a folder' if output.is_dir() else 'not a regular file'}: give a file")
-    if output.exists() and _is_meant_as_report(output):
-        raise CompileCacheError(f"{output} is a boot report: give another file")
     with replacing(output) as file:
         file.write(page_of(reports, time.time()).encode())
     out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}")
@@ -60,13 +58,6 @@ def find_reports(paths: Sequence[Path]) -> dict[Path, BootReport]:
     return dict(sorted(found.items(), key=lambda item: (-item[1].started_s, item[0])))
 
 
-def _is_meant_as_report(path: Path) -> bool:
-    try:
-        return {"restore", "ready_s"} <= msgspec.json.decode(path.read_bytes(), type=dict).keys()
-    except (ValueError, RecursionError):
-        return False
-
-
 def read_report(path: Path) -> BootReport:
     """The report in a file.
 
@@ -74,12 +65,10 @@ def read_report(path: Path) -> BootReport:
         CompileCacheError: the file cannot be read, or is no report of this version of compile_cache.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")
         # Not strict: a report has an infinite number as text.
         report = msgspec.json.decode(path.read_bytes(), type=BootReport, strict=False)
-        if not _is_meant_as_report(path):
-            raise ValueError("it lacks restore or ready_s")
+        if not report.ready_s:
+            raise ValueError("it lacks ready_s")
         return report
     except OSError as error:
         raise CompileCacheError(f"cannot read {path}: {error.strerror}") from error
@@ -137,7 +126,7 @@ def page_of(reports: Mapping[Path, BootReport], now_s: float) -> str:
         reports=list(reports.items()),
         kinds=MEANINGS,
         most_in_full=_MOST_IN_FULL,
-        longest_s=max(report.ready_s for report in reports.values()) or 1.0,
+        longest_s=max(report.ready_s for report in reports.values()),
         history=history,
     )
 
