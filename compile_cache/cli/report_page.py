@@ -42,20 +42,11 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     """
     if output.suffix != ".html":
         raise CompileCacheError(f"{output} cannot be the page: give --output a name that ends with .html")
-    reports = find_reports(paths)
+    read = {path.resolve(): read_report(path) for path in paths}
+    reports = dict(sorted(read.items(), key=lambda item: (-item[1].started_s, item[0])))
     with replacing(output) as file:
         file.write(page_of(reports, time.time()).encode())
     out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}")
-
-
-def find_reports(paths: Sequence[Path]) -> dict[Path, BootReport]:
-    """The reports in these files, by file. The newest is first.
-
-    Raises:
-        CompileCacheError: a file is not readable or no boot report.
-    """
-    found = {path.resolve(): read_report(path) for path in paths}
-    return dict(sorted(found.items(), key=lambda item: (-item[1].started_s, item[0])))
 
 
 def read_report(path: Path) -> BootReport:
@@ -94,13 +85,11 @@ def lanes_of(spans: Iterable[Span]) -> dict[str, list[list[Span]]]:
 class Bar(NamedTuple):
     """A span in a timeline; places are percents. Its name, and its time, are shown if the next bar leaves `room`."""
 
-    title: str
-    seconds: float
+    span: Span
     kind: str
     left: float
     width: float
     room: float
-    name: str
 
 
 def page_of(reports: Mapping[Path, BootReport], now_s: float) -> str:
@@ -182,7 +171,7 @@ def timeline_of(report: BootReport) -> dict[str, Any]:
         "lanes": bars,
         "ticks": [(100 * time_s / window_s, f"{time_s:g} s" if time_s else "0") for time_s in ticks_s],
         "ready": 100 * report.ready_s / window_s,
-        "kinds": {bar.kind for rows in bars.values() for row in rows for bar in row if bar.seconds >= 0.001},
+        "kinds": {bar.kind for rows in bars.values() for row in rows for bar in row if bar.span.seconds >= 0.001},
         "later": len(report.spans) - len(drawn),
     }
 
@@ -199,5 +188,4 @@ def _bars(row: Sequence[Span], window_s: float) -> Iterator[Bar]:
     for span, end_s in zip(row, ends_s, strict=True):
         left = min(100 * span.start_s / window_s, 99.8)
         width = max(0.2, min(100 * span.seconds / window_s, 100 - left))
-        title = f"{span.name}: {span.seconds:.3f} s, from {span.start_s:.3f} s"
-        yield Bar(title, span.seconds, kind_of(span), left, width, 100 * end_s / window_s - left, span.name)
+        yield Bar(span, kind_of(span), left, width, 100 * end_s / window_s - left)
