@@ -12,7 +12,8 @@ restored code, after a cold boot that fills the store. `run` is a first `cog run
 library. `--against` allows `eager_other` and `warm_other`, those of an older checkout; `--url` allows `warm_url`,
 restored from that store. Three requests follow each boot of predict.py, and of a `--project` with `--inputs`. With
 --drop-pages, the weights leave the page cache before each boot, and eight threads that only read them
-are timed first. Each boot is added to --out as a JSON line.
+are timed first. After the table come the means of differences in pairs, with 90 % intervals. Each boot is added to
+--out as a JSON line.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fresh_boot import ROOT, Model, add_line, add_model_options, boot_environment, new_log, within
-from table import markdown, spread
+from table import interval, markdown, spread
 
 sys.path.append(str(ROOT / "demo"))
 
@@ -45,9 +47,11 @@ KINDS = (*_WAYS, "eager", "warm")
 _COPIED = 'mount -t tmpfs none "$0" && cp -R *.py models "$0" && cd "$0" && exec "$@"'
 _IN_MOUNT = ("unshare", "--mount", "--fork", "sh", "-c", _COPIED)
 _REQUESTS = 3
+# A boot as a JSON line.
+Boot = dict[str, Any]
 
 
-def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
+def boot(kind: str, model: Model, args: Any) -> Boot:
     """One server until READY. A cold one also answers once, and stores what it made."""
     root = args.against.resolve() if kind.endswith("_other") else ROOT
     new = f"run-{time.monotonic_ns()}"
@@ -86,7 +90,7 @@ def boot(kind: str, model: Model, args: Any) -> dict[str, Any]:
                 raise SystemExit(f"a request of the {kind} boot failed: {answer}")
             requests.append(round(time.monotonic() - asked, 3))
         server.stop(signal.SIGTERM, 120)
-    line: dict[str, Any] = {"kind": kind, "ready_s": ready_s, "requests": requests}
+    line: Boot = {"kind": kind, "ready_s": ready_s, "requests": requests}
     line["cores"] = len(os.sched_getaffinity(0))
     if report.exists():
         found = json.loads(report.read_text())
@@ -131,7 +135,7 @@ def read_seconds(folder: Path) -> float:
     return time.monotonic() - began
 
 
-def row(kind: str, boots: list[dict[str, Any]], plain_s: float | None) -> list[str]:
+def row(kind: str, boots: Sequence[Boot], plain_s: float | None) -> list[str]:
     """One line of the table: medians, with their range."""
     ready = [one["ready_s"] for one in boots]
 
@@ -142,8 +146,26 @@ def row(kind: str, boots: list[dict[str, Any]], plain_s: float | None) -> list[s
     return [kind, str(len(boots)), spread(ready, 2), ratio, phase("import"), phase("weights"), phase("warm_up")]
 
 
+def pairs(ours: Sequence[Boot], theirs: Sequence[Boot], value: Callable[[Boot], float]) -> list[tuple[float, float]]:
+    """The values of two boots of one round each."""
+    of_round = {boot["round"]: value(boot) for boot in theirs}
+    return [(value(boot), of_round[boot["round"]]) for boot in ours if boot["round"] in of_round]
+
+
+def comparisons(by_kind: Mapping[str, Sequence[Boot]]) -> Iterator[str]:
+    """Differences in pairs of one round: restored against eager, and this checkout against the other."""
+    values: dict[str, Callable[[Boot], float]] = {
+        "READY": lambda boot: boot["ready_s"],
+        "without imports": lambda boot: boot["ready_s"] - boot["phases"].get("import", 0.0),
+    }
+    for one, other in (("warm", "eager"), ("warm", "warm_other"), ("eager", "eager_other")):
+        for name, value in values.items():
+            if found := pairs(by_kind.get(one, ()), by_kind.get(other, ()), value):
+                yield f"{one} − {other}, {name}, s: {interval([ours - theirs for ours, theirs in found], 2)}"
+
+
 def main() -> None:
-    """Boot in turn, and print the table."""
+    """Boot in turn, print the table, and compare in pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument("--project", type=Path, help="the folder of another predictor, which reads MODEL")
@@ -176,7 +198,7 @@ def main() -> None:
     for number in range(1, args.rounds + 1):
         shift = number % len(kinds)
         steps += [(kind, number) for kind in kinds[shift:] + kinds[:shift]]
-    boots: list[dict[str, Any]] = []
+    boots: list[Boot] = []
     for kind, number in within(steps, args.limit_s - (time.monotonic() - begun)):
         found = {"model": model.folder.name, "round": number, **boot(kind, model, args)}
         print({key: value for key, value in found.items() if key != "spans"}, flush=True)
@@ -188,7 +210,9 @@ def main() -> None:
     ]
     rows = [row(kind, found, min(plain, default=None)) for kind, found in by_kind.items() if found]
     columns = ("boot", "n", "READY, s", "over the fastest plain", "import, s", "weights, s", "warm-up, s")
-    print(f"\n{markdown(columns, rows)}")
+    print(f"\n{markdown(columns, rows)}\n")
+    for line in comparisons(by_kind):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,12 @@ from cog.input import FieldInfo
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prediction. `begun_s` is of `time.monotonic`; `arrivals_s` are the seconds from there to each piece of text.
+    """One prediction. `arrivals_s` are the seconds from its begin to each piece of text.
 
     `sha256` is of the picture's pixels or of the text. `regions` are the steps of the boot's regions when it ended,
     `served` the steps that served this prediction alone; CUDA graphs that are replayed are in `regions` only.
     """
 
-    begun_s: float
     seconds: float
     sha256: str
     regions: dict[str, str]
@@ -46,11 +45,6 @@ class Answer:
         return not {"precompiled", "graphs"} & {
             step for steps in (*self.served.values(), *self.regions.values()) for step in steps.split(", ")
         }
-
-    @property
-    def gaps_s(self) -> list[float]:
-        """Seconds between consecutive pieces of text."""
-        return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
 
 class InProcess:
@@ -75,7 +69,6 @@ class InProcess:
         content = pixels(str(output[0])) if isinstance(output, list) else "".join(pieces).encode()
         ours = _nested(self._metrics)["compile_cache"]
         return Answer(
-            begun_s=begun_s,
             seconds=seconds,
             sha256=hashlib.sha256(content).hexdigest(),
             regions=ours.get("regions") or {},

@@ -1,8 +1,6 @@
 """Every private name of torch that this project uses, and what is lost without it.
 
-    python docs/private_names.py
-
-prints the table of docs/versions.md. A test compares it with the code, and looks the names up in the installed torch.
+A test compares them with the code, and looks them up in the installed torch.
 Private names are used in `compile_cache/inductor/`, `compile_cache/calls/`, `compile_cache/weights/` and
 `models/kernels/` alone.
 """
@@ -101,17 +99,3 @@ PRIVATE_NAMES = (
         "language models on a GPU",
     ),
 )
-
-
-def table() -> str:
-    """A row for each loss and the releases that have the names."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for each in PRIVATE_NAMES:
-        names = ", ".join(f"`{name}`" for name in each.names.split())
-        rows.setdefault((each.lost, each.releases), []).append(f"`{each.place}`: {names}")
-    lines = [f"| {'; '.join(names)} | {releases} | {lost} |" for (lost, releases), names in rows.items()]
-    return "\n".join(["| names | torch | lost without one |", "| --- | --- | --- |", *lines])
-
-
-if __name__ == "__main__":
-    print(table())

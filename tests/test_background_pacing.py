@@ -13,7 +13,7 @@ import torch
 import torch._inductor.runtime.benchmarking as benchmarking
 
 from compile_cache.background import child_work
-from compile_cache.background.child_work import Pace, start_making
+from compile_cache.background.child_work import Maker, Pace
 from compile_cache.settings import Settings
 
 HOOK = "set_gpu_benchmark_lock_context"  # since torch 2.13
@@ -49,7 +49,7 @@ def begin(request, monkeypatch, tmp_path) -> Iterator[Callable[..., Any]]:
         monkeypatch.delattr(benchmarking, HOOK, raising=False)
     # torch's other way to measure asks CUDA for the device's cache first.
     monkeypatch.setattr(benchmarking, "benchmarker", benchmarking.TritonBenchmarker())
-    yield lambda hurries=False: start_making(pickle.dumps((Settings(), str(tmp_path), hurries, None)))
+    yield lambda hurries=False: Maker(pickle.dumps((Settings(), str(tmp_path), hurries, None)))
     set_hook(None)
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-from boot import interval, pairs
 from cog_server import PROJECT
+from ready import pairs
+from table import interval
 
 from compile_cache.cli.report_page import read_report, seconds_text
 from docs import draw_boot

@@ -21,7 +21,7 @@ _LONGEST_LINE = 300
 _CRASH_DUMP = "Fatal Python error"  # how faulthandler's lines begin
 
 
-class CompilingProcess:
+class CompilingProcess(Child):
     """A child that answers orders one at a time, at a low priority. Thread-safe: a second `answer` waits for the first.
     See `Child` for its end."""
 
@@ -38,26 +38,16 @@ class CompilingProcess:
         """
         self._output = log.open("a+b")
         try:
-            self._child = Child("compile_cache.background.child_main:serve", self._output.fileno(), environ)
+            super().__init__("compile_cache.background.child_main:serve", self._output.fileno(), environ)
         except BaseException:
             self._output.close()
             raise
         with suppress(OSError):  # it has ended, which the first order tells
-            self._child.channel.send((handler, setup, hurries))
+            self.channel.send((handler, setup, hurries))
         self._log = log
         self._log_start = self._bound_log()
         self._is_ready = False
         self._answering = threading.RLock()
-
-    @property
-    def pid(self) -> int:
-        """The child's process id, which is also its process group."""
-        return self._child.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the child runs."""
-        return self._child.is_alive
 
     def answer(self, order: bytes, timeout_s: float) -> bytes:
         """The answer to an order. The first one's time includes the start of the process.
@@ -89,8 +79,8 @@ class CompilingProcess:
     def stop(self) -> None:
         """Kill the child and its process group, and reap it. Does nothing the second time, or in a fork."""
         # A thread in `answer` sees that the child is gone, and leaves. Its files must stay open until then.
-        if self._child.end() and self._answering.acquire(timeout=END_S):
-            self._child.close()
+        if self.end() and self._answering.acquire(timeout=END_S):
+            self.close()
             self._output.close()
             self._answering.release()
 
@@ -104,29 +94,29 @@ class CompilingProcess:
                 self.stop()
                 raise ProcessNotReady(f"The compiling process could not prepare itself: {reason}. See {self._log}.")
             self._is_ready = True
-        self._child.channel.send(order)
+        self.channel.send(order)
         answer: bytes | OrderFailed = self._receive(deadline)
         return answer
 
     def _receive(self, deadline: float) -> Any:
         """The next message, if it begins before the deadline and the child's end."""
         while (remaining_s := deadline - time.monotonic()) > 0:
-            if self._child.channel.poll(min(LOOK_S, remaining_s)):
-                return self._child.channel.recv()
+            if self.channel.poll(min(LOOK_S, remaining_s)):
+                return self.channel.recv()
             if not self.is_alive:
                 raise EOFError("the process has ended")
         raise TimeoutError
 
     def _stop_dead(self) -> ProcessDied:
         """Reap a child that ended by itself, kill the processes it left, and say how it ended."""
-        if self._child.is_ended:
+        if self.is_ended:
             return ProcessDied("The compiling process was stopped.")
         deadline = time.monotonic() + LOOK_S  # a child that ends closes its files first
         while (is_alive := self.is_alive) and time.monotonic() < deadline:
             time.sleep(LOOK_S / 100)
         last_line = self._last_line()
         self.stop()
-        how = "broke off the exchange and was ended" if is_alive else _in_words(self._child.exit_code)
+        how = "broke off the exchange and was ended" if is_alive else _in_words(self.exit_code)
         return self._death(f"The compiling process {how}. {last_line}")
 
     def _death(self, told: str) -> ProcessDied:

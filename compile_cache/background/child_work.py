@@ -11,7 +11,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,18 +36,12 @@ _PAUSE = 2.0
 _MOST_S = 60.0
 
 
-def start_making(setup: bytes) -> Callable[[bytes], bytes]:
-    """A function that takes a pickled call, `ServerState`, `Dimensions` and record, and returns a pickled `Answer`.
-    `setup` has the pickled settings, the folder in which the process compiles, whether it hurries, and the main
-    program's file."""
-    maker = _Maker(*pickle.loads(setup))
-    return lambda order: pickle.dumps(maker.answer(*pickle.loads(order)))
-
-
-class _Maker:
+class Maker:
     """Compiles in one folder, and tells after each order which files are new."""
 
-    def __init__(self, settings: Settings, path: str, hurries: bool, main: str | None) -> None:
+    def __init__(self, setup: bytes) -> None:
+        """`setup` has the pickled settings, the folder, whether the process hurries, and the main program's file."""
+        settings, path, hurries, main = pickle.loads(setup)
         if main is not None:  # the source of the classes that it has, which travel by value
             sys.modules["__main__"].__file__ = main
         configure_torch()
@@ -55,15 +49,16 @@ class _Maker:
         self._pace = Pace(0.0 if hurries else _MOST_S)
         surround_measurements(self._pace.measurement)
         self._path = Path(path)
-        self._settings = settings
+        self._settings: Settings = settings
         self._told = {path for path, _ in scan_folder(self._path)}
 
-    def answer(self, call: bytes, state: ServerState, dynamic: Dimensions, record: str = "") -> Answer:
-        """Compile one kind of call."""
+    def __call__(self, order: bytes) -> bytes:
+        """Compile one kind of call. An order is a pickled call, `ServerState`, `Dimensions` and record; the result is a
+        pickled `Answer`."""
         started = time.perf_counter()
         self._pace.begin_order()
         try:
-            answer = self._made(call, state, dynamic, record)
+            answer = self._made(*pickle.loads(order))
         except (NotHandedOver, ArtifactError) as error:
             answer = Answer(reason=str(error))
         finally:
@@ -71,7 +66,7 @@ class _Maker:
             gc.collect()
             torch.cuda.empty_cache()
         files = self._new_files(answer.path) if answer.path else ()
-        return replace(answer, files=files, seconds=time.perf_counter() - started)
+        return pickle.dumps(replace(answer, files=files, seconds=time.perf_counter() - started))
 
     def _made(self, content: bytes, state: ServerState, dynamic: Dimensions, record: str) -> Answer:
         state.place()

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from compile_cache.inductor.make import Answer, Dimensions
     from compile_cache.inductor.torch_state import ServerState
 
-_HANDLER = "compile_cache.background.child_work:start_making"
+_HANDLER = "compile_cache.background.child_work:Maker"
 _ATTEMPTS = 2
 # A whole transformer with tuning takes two minutes on a fast machine.
 _LIMIT_S = 900.0
@@ -221,15 +221,12 @@ class OrderQueue:
     def release(self) -> None:
         """Let orders be answered from now on, by a process that gives way to predictions."""
         with self._putting:  # not while a process begins
-            process = self._process if self.hurries else None
-            if process is not None:
-                self._process = None
+            if self.hurries:
+                self._end_process()
             self.hurries = False
             with self._orders.mutex:
                 self._until_s = math.inf
                 self._orders.not_empty.notify_all()
-        if process is not None:
-            process.stop()
 
     def finish(self, until_s: float) -> None:
         """Wait until all orders are answered that begin before `until_s` of `time.monotonic`."""
@@ -261,9 +258,7 @@ class OrderQueue:
             self._orders.not_empty.notify_all()
         atexit.unregister(self.close)
         with self._starting:
-            process = self._process
-        if process is not None:
-            process.stop()
+            self._end_process()
 
     def _run(self) -> None:
         while (order := self._next()) is not None:
@@ -318,9 +313,7 @@ class OrderQueue:
             return answer
         except (OrderFailed, ProcessDied) as error:
             if self._is_closed:  # `close` stopped the process, and orders are cancelled
-                from compile_cache.inductor.make import Answer
-
-                return Answer()
+                raise
             # The order's own error goes to its caller, who knows its meaning.
             level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
             log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)
@@ -333,19 +326,19 @@ class OrderQueue:
 
     def _ensure_process(self) -> CompilingProcess:
         """The process, started anew if it died while idle. Raises `ProcessNotReady` if none can be started."""
-        if self._process is not None and not self._process.is_alive:
-            self._end_process()
         with self._starting:  # `close` then waits for the start, and stops the process
             if self._is_closed:
                 raise ProcessDied("The queue is closed.")
-            if self._process is None:
-                started = attempt(self._start, self.hurries)
-                if isinstance(started, Failure):
-                    raise ProcessNotReady(f"The compiling process cannot be started: {started.reason}")
-                self._process = started
-                atexit.register(self.close)
-                log.info("background.started pid=%d", self._process.pid)
-            return self._process
+            if self._process is not None and self._process.is_alive:
+                return self._process
+            self._end_process()
+            process = attempt(self._start, self.hurries)
+            if isinstance(process, Failure):
+                raise ProcessNotReady(f"The compiling process cannot be started: {process.reason}")
+            self._process = process
+            atexit.register(self.close)
+            log.info("background.started pid=%d", process.pid)
+            return process
 
     def _end_process(self) -> None:
         process, self._process = self._process, None

@@ -223,8 +223,7 @@ def copy(
 ) -> None:
     """Copy sound packs from what a boot reads into a folder, for an image or a web server, or into another store.
 
-    Packs that are not copied are named. An interrupted copy goes on where it stopped. A folder gets the index.json that
-    a web server's readers need.
+    An interrupted copy goes on where it stopped.
     """
     settings, reading = _open(source)
     writing = _writing(_open(to)[1])
@@ -305,8 +304,8 @@ def explain(
 ) -> None:
     """Say what a boot on this machine would find, or why it would find nothing.
 
-    Run it where the boot would run, with the model and the sources that the predictor gives to `compile_cache.boot`. It
-    prints the line `restore: …` that a boot of the host's first process would log.
+    Run it where the boot would run, with the model and the sources of `compile_cache.boot`. It prints the line
+    `restore: …` that a boot of the host's first process would log.
     """
     settings, _ = _open(store)
     plan = plan_restore(settings, model, source or (), os.environ)
@@ -326,9 +325,7 @@ def explain(
 @app.command()
 def report(
     reports: Annotated[list[Path], Argument(metavar="REPORTS...", help="Boot reports: files such as reports/*.json.")],
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Write the page to this file.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE.html", help="The page.")] = Path("report.html"),
 ) -> None:
     """Write one page of HTML: the boots of reports as timelines, and their history.
 
@@ -336,7 +333,7 @@ def report(
     script.
 
     Its lanes: `setup` is the caller's thread, with the wait for the restore (`join`); `regions` is the warm-up's work;
-    `preload` loads functions; `restore` fetches; `publish` stores; `second process` compiles.
+    `preload` loads functions.
     """
     write_report(reports, output)
 
@@ -354,10 +351,7 @@ def fill(
 
     Run it in the image and on the kind of GPU that will serve. It boots as Cog's server does, compiles all that the
     warm-up calls, publishes it, and verifies it. It reads no layers, so the store is complete by itself. A second
-    `fill` of the same version compiles nothing.
-
-    It prints the setup's log, the lines of `verify`, and each missing part with its cause and remedy. A region that is
-    slower than eager is not missing.
+    `fill` of the same version compiles nothing. Each missing part is printed with its cause and remedy.
     """
     from compile_cache.cli.fill_command import fill_store
 
@@ -373,10 +367,9 @@ def run(
 ) -> None:
     """Run any program that uses `torch.compile` with a cache: ComfyUI, a training job, a notebook, an engine.
 
-    Files of earlier runs with the same NAME are restored before COMMAND starts. New files are published when none
-    changed for some seconds, and at the end, within COMPILE_CACHE_EXIT_BUDGET_S. The log has `restore: hit`,
-    `publish.put` for each pack, and `publish.failed` for what was not stored. Links out of the cache directory are not
-    followed.
+    Files of earlier runs with the same NAME are restored first. New files are published when none changed for some
+    seconds, and at the end, within COMPILE_CACHE_EXIT_BUDGET_S. The log has `restore: hit`, `publish.put` for each
+    pack, and `publish.failed` for what was not stored. Links out of the cache directory are not followed.
 
     COMMAND is a Python, or a script whose first line names one, such as `vllm`. Put `compile-cache run` right before
     it: in front of another program there is no cache. The key has NAME, the version `any` or

@@ -66,7 +66,7 @@ def environment_text(record: Environment | None) -> str:
         return "no readable record"
     device = record.gpu or f"CPU {record.machine}, {count_text(record.threads, 'thread')}"
     parts = (f"torch {record.torch}", device, record.python, record.options)
-    return ", ".join(printable(str(part))[:_LONGEST_VALUE] for part in parts if part)
+    return ", ".join(str(part)[:_LONGEST_VALUE] for part in parts if part)
 
 
 def print_line(text: str = "") -> None:

@@ -34,37 +34,19 @@ MEANINGS |= {"wait": "wait", "other": "other"}
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Write the page, and print what is on it. It replaces neither a folder nor a device nor a boot's report.
+    """Write the page, and print what is on it. Its name ends with `.html`, so it replaces no boot's report.
 
     Raises:
-        CompileCacheError: a report cannot be read, or `output` is one of these.
+        CompileCacheError: a report cannot be read, or `output` has another name.
         OSError: the file cannot be written.
     """
-    reports = find_reports(paths)
-    if output.exists() and not output.is_file():
-        raise CompileCacheError(f"{output} is {'a folder' if output.is_dir() else 'not a regular file'}: give a file")
-    if output.exists() and _is_meant_as_report(output):
-        raise CompileCacheError(f"{output} is a boot report: give another file")
+    if output.suffix != ".html":
+        raise CompileCacheError(f"{output} cannot be the page: give --output a name that ends with .html")
+    read = {path.resolve(): read_report(path) for path in paths}
+    reports = dict(sorted(read.items(), key=lambda item: (-item[1].started_s, item[0])))
     with replacing(output) as file:
         file.write(page_of(reports, time.time()).encode())
     out.print_line(f"wrote {output}: {out.count_text(len(reports), 'boot')}")
-
-
-def find_reports(paths: Sequence[Path]) -> dict[Path, BootReport]:
-    """The reports in these files, by file. The newest is first.
-
-    Raises:
-        CompileCacheError: a file is not readable or no boot report.
-    """
-    found = {path.resolve(): read_report(path) for path in paths}
-    return dict(sorted(found.items(), key=lambda item: (-item[1].started_s, item[0])))
-
-
-def _is_meant_as_report(path: Path) -> bool:
-    try:
-        return {"restore", "ready_s"} <= msgspec.json.decode(path.read_bytes(), type=dict).keys()
-    except (ValueError, RecursionError):
-        return False
 
 
 def read_report(path: Path) -> BootReport:
@@ -74,12 +56,10 @@ def read_report(path: Path) -> BootReport:
         CompileCacheError: the file cannot be read, or is no report of this version of compile_cache.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")
         # Not strict: a report has an infinite number as text.
         report = msgspec.json.decode(path.read_bytes(), type=BootReport, strict=False)
-        if not _is_meant_as_report(path):
-            raise ValueError("it lacks restore or ready_s")
+        if not report.ready_s:
+            raise ValueError("it lacks ready_s")
         return report
     except OSError as error:
         raise CompileCacheError(f"cannot read {path}: {error.strerror}") from error
@@ -105,13 +85,11 @@ def lanes_of(spans: Iterable[Span]) -> dict[str, list[list[Span]]]:
 class Bar(NamedTuple):
     """A span in a timeline; places are percents. Its name, and its time, are shown if the next bar leaves `room`."""
 
-    title: str
-    seconds: float
+    span: Span
     kind: str
     left: float
     width: float
     room: float
-    name: str
 
 
 def page_of(reports: Mapping[Path, BootReport], now_s: float) -> str:
@@ -137,7 +115,7 @@ def page_of(reports: Mapping[Path, BootReport], now_s: float) -> str:
         reports=list(reports.items()),
         kinds=MEANINGS,
         most_in_full=_MOST_IN_FULL,
-        longest_s=max(report.ready_s for report in reports.values()) or 1.0,
+        longest_s=max(report.ready_s for report in reports.values()),
         history=history,
     )
 
@@ -193,7 +171,7 @@ def timeline_of(report: BootReport) -> dict[str, Any]:
         "lanes": bars,
         "ticks": [(100 * time_s / window_s, f"{time_s:g} s" if time_s else "0") for time_s in ticks_s],
         "ready": 100 * report.ready_s / window_s,
-        "kinds": {bar.kind for rows in bars.values() for row in rows for bar in row if bar.seconds >= 0.001},
+        "kinds": {bar.kind for rows in bars.values() for row in rows for bar in row if bar.span.seconds >= 0.001},
         "later": len(report.spans) - len(drawn),
     }
 
@@ -210,5 +188,4 @@ def _bars(row: Sequence[Span], window_s: float) -> Iterator[Bar]:
     for span, end_s in zip(row, ends_s, strict=True):
         left = min(100 * span.start_s / window_s, 99.8)
         width = max(0.2, min(100 * span.seconds / window_s, 100 - left))
-        title = f"{span.name}: {span.seconds:.3f} s, from {span.start_s:.3f} s"
-        yield Bar(title, span.seconds, kind_of(span), left, width, 100 * end_s / window_s - left, span.name)
+        yield Bar(span, kind_of(span), left, width, 100 * end_s / window_s - left)
