@@ -221,12 +221,15 @@ class OrderQueue:
     def release(self) -> None:
         """Let orders be answered from now on, by a process that gives way to predictions."""
         with self._putting:  # not while a process begins
-            if self.hurries:
-                self._end_process()
+            process = self._process if self.hurries else None
+            if process is not None:
+                self._process = None
             self.hurries = False
             with self._orders.mutex:
                 self._until_s = math.inf
                 self._orders.not_empty.notify_all()
+        if process is not None:  # requests put orders meanwhile
+            process.stop()
 
     def finish(self, until_s: float) -> None:
         """Wait until all orders are answered that begin before `until_s` of `time.monotonic`."""
