@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from compile_cache.serving.regions import Regions
     from compile_cache.storage.directory import CacheDirectory
     from compile_cache.storage.publish import Publication
-    from compile_cache.weights.early_weights import EarlyWeights
     from compile_cache.weights.weight_files import Weights
 
 T = TypeVar("T")
@@ -98,13 +96,6 @@ def boot(
     return begun
 
 
-def has_gpu() -> bool:
-    """Whether torch, which is imported for this, can use a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 @contextlib.contextmanager
 def observed_boots() -> Iterator[list[Boot]]:
     """A list of all boots that begin in this process while the context lasts."""
@@ -117,7 +108,7 @@ def observed_boots() -> Iterator[list[Boot]]:
 
 
 class Boot:
-    """A boot in progress, and its report. `boot` makes one."""
+    """A boot in progress, its report, and the copies of its weights that are made early. `boot` makes one."""
 
     def __init__(
         self,
@@ -127,10 +118,15 @@ class Boot:
         environ: MutableMapping[str, str],
         weights: Weights = False,
     ) -> None:
-        self._started = time.perf_counter()
-        self._timeline = Timeline()
-        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode, path=settings.report)
-        self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
+        self._timeline = timeline = Timeline()
+        self.report = BootReport(
+            store=settings.store,
+            scope=settings.scope,
+            mode=settings.mode,
+            path=settings.report,
+            started_s=timeline.started_s,
+            spans=timeline.spans,
+        )
         self._settings = settings
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
@@ -140,7 +136,6 @@ class Boot:
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
-        self._demoted: set[str] = set()
         self._counted_before = read_counts()
         self._preparing = threading.RLock()
         self._has_tried_regions = self._has_entered = False
@@ -148,17 +143,14 @@ class Boot:
         self._thread: ModelThread | None = None
         self._is_loading = True  # until the weights are there: so long, first calls are made
         self._notes: Notes | None = None
-        self._weights: EarlyWeights | None = None
         self._wait_for_weights(model)
         if settings.enabled:
             self._begin(model, sources, environ)
-        if weights:
-            from compile_cache.weights.early_weights import EarlyWeights
-            from compile_cache.weights.weight_files import find_files
+        from compile_cache.weights.early_weights import EarlyWeights
 
-            self._weights = EarlyWeights(partial(find_files, model, weights))
-            if "torch" in sys.modules:
-                self._begin_to_copy()
+        self.weights = EarlyWeights(model, weights)
+        if weights and "torch" in sys.modules:
+            self.weights.begin()
 
     def _wait_for_weights(self, model: str) -> None:
         """Wait until the model's folder is there, if Cog manages its weights.
@@ -221,8 +213,7 @@ class Boot:
             return  # a later block adds to what is published
         if error is not None and _observed is None:
             log_failed_setup(error)
-        if self._weights is not None:
-            (self._weights.end if error is None else self._weights.drop)()
+        (self.weights.end if error is None else self.weights.drop)()
         if self._orders is not None and (error is not None or self._regions is None):
             self._orders.queue.release()  # else regions do it
         if error is not None:
@@ -277,7 +268,7 @@ class Boot:
         gc.disable()
         try:
             with self.timed("import"):
-                self._begin_to_copy()
+                self.weights.begin()
                 yield
         finally:
             if has_no_model:
@@ -300,22 +291,6 @@ class Boot:
                 with self._degrading("load precompiled regions ahead"):
                     self._preloading = regions.supply.preload()
 
-    def _begin_to_copy(self) -> None:
-        """Copy weights from now on, if that was asked for and there is a GPU."""
-        if self._weights is not None and has_gpu():
-            self._weights.begin()
-
-    @property
-    def copies_weights(self) -> bool:
-        """Whether `to_gpu` has copies to give. Without any, `from_pretrained(…, device_map="cuda")` can be faster."""
-        return self._weights is not None and self._weights.has_copies
-
-    def free_copies(self) -> None:
-        """Free the copies of weights: what loads next takes none."""
-        if self._weights is not None:
-            self._weights.drop()
-            self._weights = None
-
     def to_gpu(self, model: T) -> T:
         """Move a pipeline or module to the GPU, as its `.to("cuda")` does: each weight that is still as it lies in the
         files of `boot(weights=…)` takes its copy, and all others are moved. Without a GPU, it stays where it is. Call
@@ -324,16 +299,15 @@ class Boot:
         Raises:
             Exception: any of `.to("cuda")`.
         """
+        from compile_cache.weights.early_weights import has_gpu
+
         moved: Any = model
         with self.timed("to_gpu"):
+            self.weights.begin()
+            parts = getattr(moved, "components", None)  # of a pipeline; a module may have any other thing there
+            self.weights.give([moved, *(parts.values() if isinstance(parts, Mapping) else ())])
             if has_gpu():
-                if self._weights is not None:
-                    self._begin_to_copy()
-                    parts = getattr(moved, "components", None)  # of a pipeline; a module may have any other thing there
-                    self._weights.give([moved, *(parts.values() if isinstance(parts, Mapping) else ())])
                 moved = moved.to("cuda")
-            elif self._weights is not None:
-                log.info("weights.not_early No copies were made early: there is no GPU.")
         self._is_loading = False
         return moved  # type: ignore[no-any-return]
 
@@ -344,8 +318,7 @@ class Boot:
 
         if self._thread is None:
             self._thread = ModelThread()
-            if "import" in self.report.phases:
-                self._make_first_calls()
+            self._make_first_calls()
         return self._thread
 
     def kept_file(self, name: str) -> Path | None:
@@ -456,8 +429,7 @@ class Boot:
             make_calls()
             return False
 
-        if self._weights is not None:
-            self._weights.end()
+        self.weights.end()
         with self.timed("warm_up"):
             if not repeated(warm_up):
                 self._warn("after several rounds of the same input the warm-up still compiles; so may predictions")
@@ -466,6 +438,8 @@ class Boot:
     def _noting_first_calls(self) -> Iterator[None]:
         """On a GPU, write down which calls on the model's thread are slow, unless an earlier boot has done so."""
         path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
+        from compile_cache.weights.early_weights import has_gpu
+
         if self._thread is None or path is None or (path.exists() and self._notes is None) or not has_gpu():
             yield
             return
@@ -480,7 +454,7 @@ class Boot:
     def _make_first_calls(self) -> None:
         """Make the calls that an earlier boot has written down, on the model's thread, while the weights load."""
         path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
-        if self._thread is not None and path is not None and path.exists() and self._is_loading:
+        if self._thread is not None and path is not None and path.exists():
             from compile_cache.calls.first_calls import make
 
             self._thread.begin(attempt, make, path, lambda: not self._is_loading)
@@ -490,7 +464,7 @@ class Boot:
         budget_s, now_s = self._settings.setup_budget_s, time.monotonic()
         if budget_s is None:  # whoever waits for one answer shall have it, and each run shall compile something
             return now_s + _ONE_ANSWER_S
-        return now_s + budget_s - (time.perf_counter() - self._started) if budget_s else math.inf
+        return now_s + budget_s - self._timeline.age_s if budget_s else math.inf
 
     def prediction(self) -> Prediction:
         """A prediction: use it as a context manager around the work of one. It counts its calls from now on."""
@@ -511,13 +485,6 @@ class Boot:
     def wait_compiled(self, timeout_s: float) -> bool:
         """Wait until none of the calls so far is `waiting`; False after `timeout_s`."""
         return self._regions is None or self._regions.supply.wait(timeout_s)
-
-    def name_demoted(self) -> None:
-        """Log each region that is served eager for good, once, with the reason."""
-        for region in self.report.regions:
-            if region.settled == "eager" and not region.is_left_eager and region.name not in self._demoted:
-                self._demoted.add(region.name)
-                log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
 
     def counts(self) -> CompileCounts:
         """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
@@ -557,7 +524,7 @@ class Boot:
             self.report.restore.reason = self._restore.explanation
         for warning in [*(self._regions.unknown_class_warnings() if self._regions else ()), *bytecode_warnings()]:
             self._warn(warning)
-        self.report.ready_s = time.perf_counter() - self._started
+        self.report.ready_s = self._timeline.age_s
         with self._degrading("count what was compiled"):
             self._count()
             self.report.process_s = process_age_s()
