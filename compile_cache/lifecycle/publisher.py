@@ -139,7 +139,7 @@ class Publisher:
         if self._marked_on != today:
             self._marked_on = today
             self._attempt(lambda: self._publication.mark_used(today), is_upkeep=True)
-            if len(self._publication.packs.known) > MOST_PACKS:
+            if self._merge_at is None and len(self._publication.packs.known) > MOST_PACKS:
                 self._merge_at = time.monotonic() + _MERGE_AFTER_S * _random.uniform(1.0, 2.0)
         if self._merge_at is not None and time.monotonic() >= self._merge_at and not self._closing.is_set():
             self._merge_at = None
@@ -195,7 +195,7 @@ class Publisher:
             if not (packs.is_fully_known or self._closing.is_set()):
                 raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
             if packs.is_full:
-                self._merge_at = self._merge_at or time.monotonic() + _MERGE_AFTER_S * _random.uniform(1.0, 2.0)
+                self._marked_on = ""
                 raise PackForbidden(f"nothing is published: {too_many(packs.rules.limits)}")
             self._put(self._staged[0])
             self._staged.pop(0).local.unlink(missing_ok=True)
