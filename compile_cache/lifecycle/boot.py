@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from compile_cache.errors import CompileCacheError, NotRestored, SettingsError, attempt, log
+from compile_cache.errors import CompileCacheError, NotRestored, SettingsError, log
 from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compile_cache.background.orders import Orders
-    from compile_cache.calls.first_calls import Notes
     from compile_cache.lifecycle.model_thread import ModelThread
     from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore
@@ -142,7 +141,6 @@ class Boot:
         self._publisher: Publisher | None = None
         self._thread: ModelThread | None = None
         self._is_loading = True  # until the weights are there: so long, first calls are made
-        self._notes: Notes | None = None
         self._wait_for_weights(model)
         if settings.enabled:
             self._begin(model, sources, environ)
@@ -171,9 +169,7 @@ class Boot:
         """Claim the cache directory, and start the restore."""
         from compile_cache.lifecycle.host import claim_workplace
 
-        self._directory, self._settings, warnings = claim_workplace(self._settings, model)
-        for warning in warnings:
-            self._warn(warning)
+        self._directory, self._settings = claim_workplace(self._settings, model, self._warn)
         if self._directory is None:
             return
         self.report.cache_dir = str(self._directory.path)
@@ -434,30 +430,16 @@ class Boot:
             if not repeated(warm_up):
                 self._warn("after several rounds of the same input the warm-up still compiles; so may predictions")
 
-    @contextlib.contextmanager
-    def _noting_first_calls(self) -> Iterator[None]:
-        """On a GPU, write down which calls on the model's thread are slow, unless an earlier boot has done so."""
-        path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
-        from compile_cache.weights.early_weights import has_gpu
-
-        if self._thread is None or path is None or (path.exists() and self._notes is None) or not has_gpu():
-            yield
-            return
-        from compile_cache.calls.first_calls import Notes
-
-        self._notes = self._notes or Notes()
-        with self._thread.noting(self._notes):
-            yield
-        with self._degrading("write down the slow first calls"):
-            path.write_text(str(self._notes))
-
     def _make_first_calls(self) -> None:
         """Make the calls that an earlier boot has written down, on the model's thread, while the weights load."""
-        path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
-        if self._thread is not None and path is not None and path.exists():
-            from compile_cache.calls.first_calls import make
+        if self._thread is not None and (path := self.kept_file(_FIRST_CALLS)) is not None:
+            self._thread.make_first_calls(path, lambda: not self._is_loading)
 
-            self._thread.begin(attempt, make, path, lambda: not self._is_loading)
+    def _noting_first_calls(self) -> contextlib.AbstractContextManager[None]:
+        """While the context lasts, write down which calls on the model's thread are slow."""
+        if self._thread is None or (path := self.kept_file(_FIRST_CALLS)) is None:
+            return contextlib.nullcontext()
+        return self._thread.noting(path)
 
     def _no_compile_begins_from(self) -> float:
         """From when on, on the clock of `time.monotonic`, the warm-up waits for no compile that has not begun."""

@@ -246,13 +246,6 @@ class EarlyWeights:
         if on_gpu and not gpu_has_room(sum(sizes)):
             self._why_not = f"the GPU has no room for {sum(sizes) / 1e9:.1f} GB and 4 GiB beside them"
             return
-        if sum(sizes) < self._all_bytes * _LEAST_TAKEN:
-            log.info(
-                "weights.cast Only %.3f of %.3f GB are copied early: from_pretrained casts weights in fp32, and merges "
-                "those of experts. Save the model in the dtype that you load.",
-                sum(sizes) / 1e9,
-                self._all_bytes / 1e9,
-            )
         # torch's allocator splits up this one large block. One call, instead of thousands that wait for the thread that
         # imports, makes all tensors, each with memory of its own.
         torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -285,7 +278,8 @@ class EarlyWeights:
         self._left_bytes = dict(zip(self._tensors, sizes, strict=True))
         self._copied_bytes, self._why_not = sum(sizes), ""
         seconds = time.perf_counter() - began
-        log.info("weights.early gb=%.1f seconds=%.2f pinned=%s", sum(sizes) / 1e9, seconds, is_pinned)
+        told = sum(sizes) / 1e9, self._all_bytes / 1e9, seconds, is_pinned
+        log.info("weights.early gb=%.1f of=%.1f seconds=%.2f pinned=%s", *told)
 
     def give(self, modules: Iterable[Any]) -> None:
         """Let each unchanged weight of `modules` that is mapped from a file take its copy; the others stay on the CPU.
