@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from compile_cache.lifecycle.restore import Restore
     from compile_cache.serving.regions import Regions
     from compile_cache.storage.directory import CacheDirectory
-    from compile_cache.storage.publish import Publication
     from compile_cache.weights.weight_files import Weights
 
 T = TypeVar("T")
@@ -131,7 +130,6 @@ class Boot:
         self._restore: Restore | None = None
         self._orders: Orders | None = None
         self._has_joined = False
-        self._publication: Publication | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
@@ -228,12 +226,9 @@ class Boot:
             )
             log_failed_setup(failure)
             raise failure
-        if self._publication is not None and self._settings.may_publish:
+        if self._publisher is not None:
             with self._degrading("start publishing"):
-                from compile_cache.lifecycle.publisher import Publisher
-
-                self._publisher = Publisher(self._publication, self.report, self._settings, self._regions)
-                self._publisher.start()
+                self._publisher.start(self._regions)
         if self._regions is not None:
             with self._degrading("load the other precompiled regions"):
                 self._regions.supply.release()
@@ -329,7 +324,7 @@ class Boot:
         if self._directory is None:
             return None
         path = self._directory.keep(name)
-        if self._publication is None or not (path.exists() or self._settings.may_publish):
+        if self._publisher is None or not (path.exists() or self._settings.may_publish):
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -490,13 +485,16 @@ class Boot:
             self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
-                self.report.restore, self._publication = self._restore.join()
+                from compile_cache.lifecycle.publisher import Publisher
+
+                self.report.restore, publication = self._restore.join()
                 self.report.store = self._restore.location
-                if self._publication is not None:
-                    key = self._publication.packs.key
+                if publication is not None:
+                    key = publication.packs.key
                     self.report.model_name = key.model_name
                     self.report.model_version = key.model_version
                     self.report.environment = key.environment
+                    self._publisher = Publisher(publication, self.report, self._settings)
                 self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:

@@ -46,21 +46,18 @@ _CREATOR = f"compile_cache {VERSION}"
 
 
 class Publisher:
-    """Publishes what `directory.ledger` has ready, for one boot or one program. `start` begins at READY and
-    registers the exit hook. `regions` hands over the files that no case made.
+    """Publishes what `directory.ledger` has ready, for one boot or one program, from `start` on.
 
     Each attempt updates and saves `report`.
     """
 
-    def __init__(
-        self, publication: Publication, report: BootReport, settings: Settings, regions: Regions | None = None
-    ) -> None:
+    def __init__(self, publication: Publication, report: BootReport, settings: Settings) -> None:
         self._publication = publication
         self._ledger = publication.directory.ledger
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
-        self._regions = regions
+        self._regions: Regions | None = None
         self._closing = threading.Event()
         self._marked_on = ""
         self._merge_at: float | None = None
@@ -70,8 +67,12 @@ class Publisher:
         self._container_log = container_log()  # while the server lives
         self._thread = threading.Thread(target=self._run, name="compile-cache-publish", daemon=True)
 
-    def start(self) -> None:
-        """Begin with the artifacts of the warm-up."""
+    def start(self, regions: Regions | None = None) -> None:
+        """At READY, begin with the artifacts of the warm-up, and register the exit hook, if anything may be published.
+        `regions` hands over the files that no case made."""
+        if not self._settings.may_publish:
+            return
+        self._regions = regions
         self._thread.start()
         atexit.register(self.flush)
 
