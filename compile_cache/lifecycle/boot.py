@@ -129,7 +129,6 @@ class Boot:
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._orders: Orders | None = None
-        self._has_joined = False
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
@@ -138,7 +137,6 @@ class Boot:
         self._has_tried_regions = self._has_entered = False
         self._publisher: Publisher | None = None
         self._thread: ModelThread | None = None
-        self._is_loading = True  # until the weights are there: so long, first calls are made
         self._wait_for_weights(model)
         if settings.enabled:
             self._begin(model, sources, environ)
@@ -299,7 +297,6 @@ class Boot:
             self.weights.give([moved, *(parts.values() if isinstance(parts, Mapping) else ())])
             if has_gpu():
                 moved = moved.to("cuda")
-        self._is_loading = False
         return moved  # type: ignore[no-any-return]
 
     def model_thread(self) -> ModelThread:
@@ -354,7 +351,6 @@ class Boot:
         modules. Code that is not stored is made as always; but a process of one answer that can compile ahead of time
         makes it only once something of this version is stored.
         """
-        self._is_loading = False
         if not self._settings.enabled:
             return
         with self.timed("join"):
@@ -428,7 +424,7 @@ class Boot:
     def _make_first_calls(self) -> None:
         """Make the calls that an earlier boot has written down, on the model's thread, while the weights load."""
         if self._thread is not None and (path := self.kept_file(_FIRST_CALLS)) is not None:
-            self._thread.make_first_calls(path, lambda: not self._is_loading)
+            self._thread.make_first_calls(path, lambda: not self.report.phases.keys().isdisjoint({"to_gpu", "join"}))
 
     def _noting_first_calls(self) -> contextlib.AbstractContextManager[None]:
         """While the context lasts, write down which calls on the model's thread are slow."""
@@ -480,9 +476,8 @@ class Boot:
     def _join(self) -> None:
         """Wait for the restore, compare its environment with torch, and move the verified files in. Once."""
         with self._preparing:
-            if self._directory is None or self._restore is None or self._has_joined:
+            if self._directory is None or self._restore is None or self.report.restore.outcome != "off":
                 return
-            self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
                 from compile_cache.lifecycle.publisher import Publisher
