@@ -39,11 +39,8 @@ class Served(BaseRunner):
     boot: compile_cache.Boot
 
     def healthcheck(self) -> bool:
-        """Healthy as long as CUDA reports no error, after which no later call of the process can succeed.
-
-        Names a region that is served eager in the log. Does not wait for queued work.
-        """
-        self.boot.name_demoted()
+        """Healthy as long as CUDA reports no error, after which no later call of the process can succeed. Does not wait
+        for queued work."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return True

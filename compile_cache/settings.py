@@ -187,4 +187,4 @@ def _parsed(text: str, kind: Any) -> Any:
 def _nearest(name: str, known: Mapping[str, str]) -> str:
     from difflib import get_close_matches
 
-    return (get_close_matches(name, known, n=1, cutoff=0) or sorted(known))[0]
+    return get_close_matches(name, known, n=1, cutoff=0)[0]

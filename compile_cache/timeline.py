@@ -41,6 +41,11 @@ class Timeline:
         self._parent = context.get_current() if context is not None else None
         _recording.append(self)
 
+    @property
+    def age_s(self) -> float:
+        """The seconds since the boot began."""
+        return time.perf_counter() - self._origin
+
     def end_setup(self) -> None:
         """From now on, spans of traces are roots."""
         self._parent = None

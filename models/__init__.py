@@ -20,7 +20,7 @@ def load_to_device(load: Callable[..., Any], boot: Boot | None) -> Any:
 
     if not torch.cuda.is_available():
         return load(dtype=torch.float32)
-    if boot is not None and boot.copies_weights:
+    if boot is not None and boot.weights.has_copies:
         return boot.to_gpu(load(dtype=torch.bfloat16))
     return load(dtype=torch.bfloat16, device_map="cuda")
 

@@ -244,7 +244,8 @@ assert logging.getLogger("compile_cache").level == logging.{level}
 def test_a_folder_called_as_many_are_is_warned_of_where_the_store_is_shared(tmp_path, folder, store, named, is_warned):
     (tmp_path / folder).mkdir()
     told = Settings(dir=str(tmp_path / "cache"), store=store, model_name=named)
-    _, _, warnings = claim_workplace(told, str(tmp_path / folder))
+    warnings: list[str] = []
+    claim_workplace(told, str(tmp_path / folder), warnings.append)
     assert [warning.endswith("Set COMPILE_CACHE_MODEL_NAME.") for warning in warnings] == [True] * is_warned
 
 
@@ -258,10 +259,11 @@ def test_sources_that_are_not_there_or_no_list_are_named_before_anything_begins(
 def test_boots_without_their_usual_directory_each_have_one_of_this_user_and_publish_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "cache").write_text("no folder")
-    claims = [claim_workplace(Settings(dir=str(tmp_path / "cache")), "model") for _ in range(2)]
+    warnings: list[str] = []
+    claims = [claim_workplace(Settings(dir=str(tmp_path / "cache")), "model", warnings.append) for _ in range(2)]
     folder = tmp_path / f"compile-cache-{os.geteuid()}"
-    assert [directory.path for directory, _, _ in claims] == [folder / "0", folder / "1"]
-    for _, told, (warning,) in claims:
+    assert [directory.path for directory, _ in claims] == [folder / "0", folder / "1"]
+    for (_, told), warning in zip(claims, warnings, strict=True):
         assert (told.store, told.layers, told.publish) == ("off", (), False)
         assert "This boot compiles into a temporary folder" in warning
 

@@ -432,7 +432,7 @@ def test_explain_computes_the_key_that_a_boot_computes(run, variables, tmp_path)
     settings = Settings.from_env(os.environ)
     restore = Restore(settings, CacheDirectory.claim(tmp_path / "cache"), MODEL, (), dict(os.environ))
     restore._fetching.done.wait(60)
-    assert restore._fetching.found.packs is not None, restore._fetching.found.failure
+    assert restore._fetching.found.packs is not None, restore._fetching.found.report.reason
     assert explained_key(run) == restore._fetching.found.packs.key
 
 

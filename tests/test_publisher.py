@@ -89,11 +89,11 @@ def start(tmp_path, key, environment, monkeypatch) -> Iterator[Callable[..., Sta
         report, settings = BootReport(path=str(written)), Settings(exit_budget_s=exit_budget_s)
         if compiler is not None:
             compiler.ledger = machine.directory.ledger
-        publisher = Publisher(machine.publication, report, settings, compiler)
+        publisher = Publisher(machine.publication, report, settings)
         started.append(Started(publisher, machine, report.publish, written))
         started[-1].make(files)
         if begin:
-            publisher.start()
+            publisher.start(compiler)
             publisher.wait(exit_budget_s)
         return started[-1]
 
@@ -162,11 +162,11 @@ def test_what_no_case_made_is_published_when_torch_has_compiled_something(local,
 
 
 def test_what_no_boot_reads_and_what_failed_is_not_published(local, tmp_path, start):
-    started = start(local, compiler=Compiled(unread={"kernel.so"}), begin=False)
+    started = start(local, compiler=(compiler := Compiled(unread={"kernel.so"})), begin=False)
     started.make({"wrong.aot": b"wrong", "wrong.so": b"its kernel"}, "wrong.aot")
     started.machine.directory.ledger.withdraw("wrong.aot")
     started.machine.directory.ledger.plant({"unused.aot": "unused.aot"})
-    started.publisher.start()
+    started.publisher.start(compiler)
     started.publisher.flush()
     assert restored(tmp_path, started).keys() == FILES.keys() - {"kernel.so"}
 

@@ -15,7 +15,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,7 +61,7 @@ def folder(saved, tmp_path) -> Path:
 
 
 def early_of(weights: Weights, **options: int) -> EarlyWeights:
-    return EarlyWeights(partial(find_files, "org/name", weights), **options)
+    return EarlyWeights("org/name", weights, **options)
 
 
 @contextmanager
@@ -306,7 +305,7 @@ def test_what_is_nowhere_has_no_copies(weights, caplog):
     with begun(weights) as early:
         early.give([nn.Linear(2, 2)])
         early.give([nn.Linear(2, 2)])
-    assert caplog.text.count("weights.not_early No copies were made early: there are no safetensors files") == 1
+    assert caplog.text.count("weights.not_early No copies were made early: boot(weights=…) names no") == 1
 
 
 def test_of_files_with_several_types_only_those_that_need_no_cast_are_copied(folder, caplog):
@@ -587,12 +586,12 @@ def test_a_pipeline_is_what_from_pretrained_loads(folder, variant, tmp_path):
     with compile_cache.boot(str(folder), weights=weights, environ=environ) as boot:
         with boot.importing():
             pass
-        assert boot.copies_weights
+        assert boot.weights.has_copies
         pipeline = DiffusionPipeline.from_pretrained(str(folder), **options)
         assert mapped(tensors([*parts(pipeline).values()]))
         assert boot.to_gpu(pipeline) is pipeline
-        assert not boot._weights._copies
-    assert boot._weights._taken_bytes > 0
+        assert not boot.weights._copies
+    assert boot.weights._taken_bytes > 0
     check_pipeline(pipeline, DiffusionPipeline.from_pretrained(str(folder), **options).to("cuda"))
     assert ties(pipeline.text_encoder_2)
 
@@ -605,7 +604,7 @@ def test_without_a_gpu_a_model_stays_where_it_is(saved, tmp_path):
     ):
         with boot.importing():
             pass
-        assert not boot.copies_weights
+        assert not boot.weights.has_copies
         model = nn.Linear(2, 2)
         assert boot.to_gpu(model) is model
     assert model.weight.is_cpu
@@ -690,7 +689,7 @@ def test_weights_that_come_after_the_warm_up_are_not_said_to_have_no_files(saved
             finish(early)
             early.end()
             early.give(load(saved))
-    assert "there are no safetensors files" not in caplog.text
+    assert "boot(weights=…) names no safetensors files" not in caplog.text
 
 
 def test_a_failure_is_told_once(tmp_path, caplog):
@@ -722,6 +721,7 @@ def test_a_chunk_whose_reader_could_not_begin_is_not_copied(saved, monkeypatch, 
 
 def test_a_gpu_that_fails_at_the_first_question_costs_only_speed(saved, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(early_weights, "has_gpu", lambda: True)
     monkeypatch.setattr(early_weights, "_current_gpu", mock.Mock(side_effect=RuntimeError("CUDA in a forked process")))
     early = early_of(saved)
     early.begin()
@@ -732,7 +732,7 @@ def test_a_gpu_that_fails_at_the_first_question_costs_only_speed(saved, monkeypa
 @pytest.mark.parametrize("kind", [nn.ModuleList, lambda parts: nn.ModuleDict({"only": parts[0]}), list])
 def test_a_module_with_components_of_its_own_is_no_pipeline(tmp_path, kind, monkeypatch):
     file = save_one(tmp_path, first=torch.ones(4).half(), second=torch.ones(4).half())
-    monkeypatch.setattr("compile_cache.lifecycle.boot.has_gpu", lambda: True)
+    monkeypatch.setattr(early_weights, "has_gpu", lambda: True)
     monkeypatch.setattr(early_weights, "_current_gpu", lambda: CPU)
     environ = {"COMPILE_CACHE_DIR": str(tmp_path / "cache"), "COMPILE_CACHE_STORE": "off"}
     with compile_cache.boot("org/name", weights=[file], environ=environ) as boot:

@@ -15,11 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from compile_cache.errors import CompileCacheError, NotRestored, SettingsError, attempt, log
+from compile_cache.errors import CompileCacheError, NotRestored, SettingsError, log
 from compile_cache.inductor.counters import CompileCounts, read_counts, repeated
 from compile_cache.lifecycle.boot_report import BootReport, RestoreReport
 from compile_cache.lifecycle.prediction import Prediction
@@ -31,14 +30,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compile_cache.background.orders import Orders
-    from compile_cache.calls.first_calls import Notes
     from compile_cache.lifecycle.model_thread import ModelThread
     from compile_cache.lifecycle.publisher import Publisher
     from compile_cache.lifecycle.restore import Restore
     from compile_cache.serving.regions import Regions
     from compile_cache.storage.directory import CacheDirectory
-    from compile_cache.storage.publish import Publication
-    from compile_cache.weights.early_weights import EarlyWeights
     from compile_cache.weights.weight_files import Weights
 
 T = TypeVar("T")
@@ -98,13 +94,6 @@ def boot(
     return begun
 
 
-def has_gpu() -> bool:
-    """Whether torch, which is imported for this, can use a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 @contextlib.contextmanager
 def observed_boots() -> Iterator[list[Boot]]:
     """A list of all boots that begin in this process while the context lasts."""
@@ -117,7 +106,7 @@ def observed_boots() -> Iterator[list[Boot]]:
 
 
 class Boot:
-    """A boot in progress, and its report. `boot` makes one."""
+    """A boot in progress, its report, and the copies of its weights that are made early. `boot` makes one."""
 
     def __init__(
         self,
@@ -127,38 +116,35 @@ class Boot:
         environ: MutableMapping[str, str],
         weights: Weights = False,
     ) -> None:
-        self._started = time.perf_counter()
-        self._timeline = Timeline()
-        self.report = BootReport(store=settings.store, scope=settings.scope, mode=settings.mode, path=settings.report)
-        self.report.started_s, self.report.spans = self._timeline.started_s, self._timeline.spans
+        self._timeline = timeline = Timeline()
+        self.report = BootReport(
+            store=settings.store,
+            scope=settings.scope,
+            mode=settings.mode,
+            path=settings.report,
+            started_s=timeline.started_s,
+            spans=timeline.spans,
+        )
         self._settings = settings
         self._directory: CacheDirectory | None = None
         self._restore: Restore | None = None
         self._orders: Orders | None = None
-        self._has_joined = False
-        self._publication: Publication | None = None
         self._restored_files: frozenset[str] = frozenset()
         self._preloading: threading.Thread | None = None
         self._regions: Regions | None = None
-        self._demoted: set[str] = set()
         self._counted_before = read_counts()
         self._preparing = threading.RLock()
         self._has_tried_regions = self._has_entered = False
         self._publisher: Publisher | None = None
         self._thread: ModelThread | None = None
-        self._is_loading = True  # until the weights are there: so long, first calls are made
-        self._notes: Notes | None = None
-        self._weights: EarlyWeights | None = None
         self._wait_for_weights(model)
         if settings.enabled:
             self._begin(model, sources, environ)
-        if weights:
-            from compile_cache.weights.early_weights import EarlyWeights
-            from compile_cache.weights.weight_files import find_files
+        from compile_cache.weights.early_weights import EarlyWeights
 
-            self._weights = EarlyWeights(partial(find_files, model, weights))
-            if "torch" in sys.modules:
-                self._begin_to_copy()
+        self.weights = EarlyWeights(model, weights)
+        if weights and "torch" in sys.modules:
+            self.weights.begin()
 
     def _wait_for_weights(self, model: str) -> None:
         """Wait until the model's folder is there, if Cog manages its weights.
@@ -179,9 +165,7 @@ class Boot:
         """Claim the cache directory, and start the restore."""
         from compile_cache.lifecycle.host import claim_workplace
 
-        self._directory, self._settings, warnings = claim_workplace(self._settings, model)
-        for warning in warnings:
-            self._warn(warning)
+        self._directory, self._settings = claim_workplace(self._settings, model, self._warn)
         if self._directory is None:
             return
         self.report.cache_dir = str(self._directory.path)
@@ -221,8 +205,7 @@ class Boot:
             return  # a later block adds to what is published
         if error is not None and _observed is None:
             log_failed_setup(error)
-        if self._weights is not None:
-            (self._weights.end if error is None else self._weights.drop)()
+        (self.weights.end if error is None else self.weights.drop)()
         if self._orders is not None and (error is not None or self._regions is None):
             self._orders.queue.release()  # else regions do it
         if error is not None:
@@ -241,12 +224,9 @@ class Boot:
             )
             log_failed_setup(failure)
             raise failure
-        if self._publication is not None and self._settings.may_publish:
+        if self._publisher is not None:
             with self._degrading("start publishing"):
-                from compile_cache.lifecycle.publisher import Publisher
-
-                self._publisher = Publisher(self._publication, self.report, self._settings, self._regions)
-                self._publisher.start()
+                self._publisher.start(self._regions)
         if self._regions is not None:
             with self._degrading("load the other precompiled regions"):
                 self._regions.supply.release()
@@ -277,7 +257,7 @@ class Boot:
         gc.disable()
         try:
             with self.timed("import"):
-                self._begin_to_copy()
+                self.weights.begin()
                 yield
         finally:
             if has_no_model:
@@ -300,22 +280,6 @@ class Boot:
                 with self._degrading("load precompiled regions ahead"):
                     self._preloading = regions.supply.preload()
 
-    def _begin_to_copy(self) -> None:
-        """Copy weights from now on, if that was asked for and there is a GPU."""
-        if self._weights is not None and has_gpu():
-            self._weights.begin()
-
-    @property
-    def copies_weights(self) -> bool:
-        """Whether `to_gpu` has copies to give. Without any, `from_pretrained(…, device_map="cuda")` can be faster."""
-        return self._weights is not None and self._weights.has_copies
-
-    def free_copies(self) -> None:
-        """Free the copies of weights: what loads next takes none."""
-        if self._weights is not None:
-            self._weights.drop()
-            self._weights = None
-
     def to_gpu(self, model: T) -> T:
         """Move a pipeline or module to the GPU, as its `.to("cuda")` does: each weight that is still as it lies in the
         files of `boot(weights=…)` takes its copy, and all others are moved. Without a GPU, it stays where it is. Call
@@ -324,17 +288,15 @@ class Boot:
         Raises:
             Exception: any of `.to("cuda")`.
         """
+        from compile_cache.weights.early_weights import has_gpu
+
         moved: Any = model
         with self.timed("to_gpu"):
+            self.weights.begin()
+            parts = getattr(moved, "components", None)  # of a pipeline; a module may have any other thing there
+            self.weights.give([moved, *(parts.values() if isinstance(parts, Mapping) else ())])
             if has_gpu():
-                if self._weights is not None:
-                    self._begin_to_copy()
-                    parts = getattr(moved, "components", None)  # of a pipeline; a module may have any other thing there
-                    self._weights.give([moved, *(parts.values() if isinstance(parts, Mapping) else ())])
                 moved = moved.to("cuda")
-            elif self._weights is not None:
-                log.info("weights.not_early No copies were made early: there is no GPU.")
-        self._is_loading = False
         return moved  # type: ignore[no-any-return]
 
     def model_thread(self) -> ModelThread:
@@ -344,8 +306,7 @@ class Boot:
 
         if self._thread is None:
             self._thread = ModelThread()
-            if "import" in self.report.phases:
-                self._make_first_calls()
+            self._make_first_calls()
         return self._thread
 
     def kept_file(self, name: str) -> Path | None:
@@ -360,7 +321,7 @@ class Boot:
         if self._directory is None:
             return None
         path = self._directory.keep(name)
-        if self._publication is None or not (path.exists() or self._settings.may_publish):
+        if self._publisher is None or not (path.exists() or self._settings.may_publish):
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -390,7 +351,6 @@ class Boot:
         modules. Code that is not stored is made as always; but a process of one answer that can compile ahead of time
         makes it only once something of this version is stored.
         """
-        self._is_loading = False
         if not self._settings.enabled:
             return
         with self.timed("join"):
@@ -456,41 +416,28 @@ class Boot:
             make_calls()
             return False
 
-        if self._weights is not None:
-            self._weights.end()
+        self.weights.end()
         with self.timed("warm_up"):
             if not repeated(warm_up):
                 self._warn("after several rounds of the same input the warm-up still compiles; so may predictions")
 
-    @contextlib.contextmanager
-    def _noting_first_calls(self) -> Iterator[None]:
-        """On a GPU, write down which calls on the model's thread are slow, unless an earlier boot has done so."""
-        path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
-        if self._thread is None or path is None or (path.exists() and self._notes is None) or not has_gpu():
-            yield
-            return
-        from compile_cache.calls.first_calls import Notes
-
-        self._notes = self._notes or Notes()
-        with self._thread.noting(self._notes):
-            yield
-        with self._degrading("write down the slow first calls"):
-            path.write_text(str(self._notes))
-
     def _make_first_calls(self) -> None:
         """Make the calls that an earlier boot has written down, on the model's thread, while the weights load."""
-        path = self.kept_file(_FIRST_CALLS) if self._thread is not None else None
-        if self._thread is not None and path is not None and path.exists() and self._is_loading:
-            from compile_cache.calls.first_calls import make
+        if self._thread is not None and (path := self.kept_file(_FIRST_CALLS)) is not None:
+            self._thread.make_first_calls(path, lambda: not self.report.phases.keys().isdisjoint({"to_gpu", "join"}))
 
-            self._thread.begin(attempt, make, path, lambda: not self._is_loading)
+    def _noting_first_calls(self) -> contextlib.AbstractContextManager[None]:
+        """While the context lasts, write down which calls on the model's thread are slow."""
+        if self._thread is None or (path := self.kept_file(_FIRST_CALLS)) is None:
+            return contextlib.nullcontext()
+        return self._thread.noting(path)
 
     def _no_compile_begins_from(self) -> float:
         """From when on, on the clock of `time.monotonic`, the warm-up waits for no compile that has not begun."""
         budget_s, now_s = self._settings.setup_budget_s, time.monotonic()
         if budget_s is None:  # whoever waits for one answer shall have it, and each run shall compile something
             return now_s + _ONE_ANSWER_S
-        return now_s + budget_s - (time.perf_counter() - self._started) if budget_s else math.inf
+        return now_s + budget_s - self._timeline.age_s if budget_s else math.inf
 
     def prediction(self) -> Prediction:
         """A prediction: use it as a context manager around the work of one. It counts its calls from now on."""
@@ -512,13 +459,6 @@ class Boot:
         """Wait until none of the calls so far is `waiting`; False after `timeout_s`."""
         return self._regions is None or self._regions.supply.wait(timeout_s)
 
-    def name_demoted(self) -> None:
-        """Log each region that is served eager for good, once, with the reason."""
-        for region in self.report.regions:
-            if region.settled == "eager" and not region.is_left_eager and region.name not in self._demoted:
-                self._demoted.add(region.name)
-                log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
-
     def counts(self) -> CompileCounts:
         """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
         return read_counts().since(self._counted_before)
@@ -536,18 +476,20 @@ class Boot:
     def _join(self) -> None:
         """Wait for the restore, compare its environment with torch, and move the verified files in. Once."""
         with self._preparing:
-            if self._directory is None or self._restore is None or self._has_joined:
+            if self._directory is None or self._restore is None or self.report.restore.outcome != "off":
                 return
-            self._has_joined = True
             self.report.restore = RestoreReport("failed", "see the warnings")
             with self._degrading("restore compiled artifacts; compiling anew"):
-                self.report.restore, self._publication = self._restore.join()
+                from compile_cache.lifecycle.publisher import Publisher
+
+                self.report.restore, publication = self._restore.join()
                 self.report.store = self._restore.location
-                if self._publication is not None:
-                    key = self._publication.packs.key
+                if publication is not None:
+                    key = publication.packs.key
                     self.report.model_name = key.model_name
                     self.report.model_version = key.model_version
                     self.report.environment = key.environment
+                    self._publisher = Publisher(publication, self.report, self._settings)
                 self._restored_files = frozenset(self._directory.scan())
 
     def _complete_report(self) -> None:
@@ -557,7 +499,7 @@ class Boot:
             self.report.restore.reason = self._restore.explanation
         for warning in [*(self._regions.unknown_class_warnings() if self._regions else ()), *bytecode_warnings()]:
             self._warn(warning)
-        self.report.ready_s = time.perf_counter() - self._started
+        self.report.ready_s = self._timeline.age_s
         with self._degrading("count what was compiled"):
             self._count()
             self.report.process_s = process_age_s()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -150,22 +150,23 @@ class _UntilConfigured(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-def claim_workplace(settings: Settings, model: str) -> tuple[CacheDirectory | None, Settings, list[str]]:
+def claim_workplace(
+    settings: Settings, model: str, warn: Callable[[str], None]
+) -> tuple[CacheDirectory | None, Settings]:
     """Claim the cache directory at the fixed path; else one of this user in the folder of temporary files; else serve
-    eager. Returns it, the boot's settings from now on, and warnings."""
+    eager. Returns it, and the boot's settings from now on."""
     directory: CacheDirectory | None = None
-    warnings: list[str] = []
     try:
         directory = CacheDirectory.claim(Path(settings.dir))
     except CacheDirectoryError as error:
         settings = replace(settings, store="off", layers=(), publish=False)
-        warnings.append(f"{error} This boot compiles into a temporary folder, and restores and publishes nothing.")
+        warn(f"{error} This boot compiles into a temporary folder, and restores and publishes nothing.")
         try:
             directory = CacheDirectory.claim(Path(tempfile.gettempdir(), f"compile-cache-{os.geteuid()}"))
         except (CacheDirectoryError, OSError) as temporary:
-            warnings.append(f"No temporary folder can be made either, so this boot serves eager: {temporary}")
+            warn(f"No temporary folder can be made either, so this boot serves eager: {temporary}")
     if directory is not None and os.statvfs(directory.path).f_flag & os.ST_NOEXEC:
-        warnings.append(
+        warn(
             f"{directory.path} is mounted noexec, so compiled code cannot be loaded from it. This boot serves eager. "
             "Set COMPILE_CACHE_DIR to a folder on another mount, or mount it with exec."
         )
@@ -174,8 +175,8 @@ def claim_workplace(settings: Settings, model: str) -> tuple[CacheDirectory | No
     if directory is None:
         settings = replace(settings, scope="off")
     elif is_shared and not settings.model_name and has_common_name(model):
-        warnings.append(
+        warn(
             f"{settings.store} names the model {model_name(model)!r}, after its folder {model}. Other models' folders "
             "may have the same name. Set COMPILE_CACHE_MODEL_NAME."
         )
-    return directory, settings, warnings
+    return directory, settings

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from compile_cache.errors import attempt
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from queue import SimpleQueue
 
     from compile_cache.calls.caller import Caller
@@ -51,6 +52,7 @@ class ModelThread:
         # Python would close a generator that it collects together with its iterator on any thread.
         self._bodies: set[Generator[Any, Any, Any]] = set()
         self._notes: Notes | None = None
+        self._is_noting = False
         self._start()
 
     def _start(self) -> None:
@@ -103,15 +105,31 @@ class ModelThread:
             )
         return self._items(result, state) if isinstance(result, Generator) else result  # type: ignore[return-value]
 
+    def make_first_calls(self, path: Path, is_over: Callable[[], bool]) -> None:
+        """Make the slow calls on the thread that an earlier boot has written into a file, if it has. Do not wait."""
+        if path.exists():
+            from compile_cache.calls.first_calls import make
+
+            self.begin(attempt, make, path, is_over)
+
     @contextlib.contextmanager
-    def noting(self, notes: Notes) -> Iterator[None]:
-        """While the context lasts, add to `notes` what is called on the thread."""
-        self._notes = notes
+    def noting(self, path: Path) -> Iterator[None]:
+        """On a GPU, while the context lasts, note which calls on the thread are slow. Then write them into a file, with
+        those of earlier contexts, unless an earlier boot has done so."""
+        from compile_cache.weights.early_weights import has_gpu
+
+        if (path.exists() and self._notes is None) or not has_gpu():
+            yield
+            return
+        from compile_cache.calls.first_calls import Notes
+
+        self._notes, self._is_noting = self._notes or Notes(), True
         try:
-            with notes if threading.current_thread() is self._thread else contextlib.nullcontext():
+            with self._notes if threading.current_thread() is self._thread else contextlib.nullcontext():
                 yield
         finally:
-            self._notes = None
+            self._is_noting = False
+        attempt(path.write_text, str(self._notes))
 
     def _items(self, body: Generator[Any, Any, T], state: Caller) -> Generator[Any, Any, T]:
         """What `body` yields and returns. The thread makes each step of it, and its end if the caller leaves it."""
@@ -141,8 +159,8 @@ class ModelThread:
         """
         if threading.current_thread() is self._thread:
             return state.run(work)
-        if (notes := self._notes) is not None:
-            work = partial(notes.take, work)
+        if self._notes is not None and self._is_noting:
+            work = partial(self._notes.take, work)
         call = _Call(self, function, state, work)
         try:
             self._put(call)

@@ -46,21 +46,18 @@ _CREATOR = f"compile_cache {VERSION}"
 
 
 class Publisher:
-    """Publishes what `directory.ledger` has ready, for one boot or one program. `start` begins at READY and
-    registers the exit hook. `regions` hands over the files that no case made.
+    """Publishes what `directory.ledger` has ready, for one boot or one program, from `start` on.
 
     Each attempt updates and saves `report`.
     """
 
-    def __init__(
-        self, publication: Publication, report: BootReport, settings: Settings, regions: Regions | None = None
-    ) -> None:
+    def __init__(self, publication: Publication, report: BootReport, settings: Settings) -> None:
         self._publication = publication
         self._ledger = publication.directory.ledger
         self._boot_report = report
         self._report = report.publish
         self._settings = settings
-        self._regions = regions
+        self._regions: Regions | None = None
         self._closing = threading.Event()
         self._marked_on = ""
         self._merge_at: float | None = None
@@ -70,8 +67,12 @@ class Publisher:
         self._container_log = container_log()  # while the server lives
         self._thread = threading.Thread(target=self._run, name="compile-cache-publish", daemon=True)
 
-    def start(self) -> None:
-        """Begin with the artifacts of the warm-up."""
+    def start(self, regions: Regions | None = None) -> None:
+        """At READY, begin with the artifacts of the warm-up, and register the exit hook, if anything may be published.
+        `regions` hands over the files that no case made."""
+        if not self._settings.may_publish:
+            return
+        self._regions = regions
         self._thread.start()
         atexit.register(self.flush)
 
@@ -139,7 +140,7 @@ class Publisher:
         if self._marked_on != today:
             self._marked_on = today
             self._attempt(lambda: self._publication.mark_used(today), is_upkeep=True)
-            if len(self._publication.packs.known) > MOST_PACKS:
+            if self._merge_at is None and len(self._publication.packs.known) > MOST_PACKS:
                 self._merge_at = time.monotonic() + _MERGE_AFTER_S * _random.uniform(1.0, 2.0)
         if self._merge_at is not None and time.monotonic() >= self._merge_at and not self._closing.is_set():
             self._merge_at = None
@@ -195,7 +196,7 @@ class Publisher:
             if not (packs.is_fully_known or self._closing.is_set()):
                 raise StoreUnavailable("a pack of this key cannot be read now, so nothing is published beside it")
             if packs.is_full:
-                self._merge_at = self._merge_at or time.monotonic() + _MERGE_AFTER_S * _random.uniform(1.0, 2.0)
+                self._marked_on = ""
                 raise PackForbidden(f"nothing is published: {too_many(packs.rules.limits)}")
             self._put(self._staged[0])
             self._staged.pop(0).local.unlink(missing_ok=True)

@@ -73,11 +73,10 @@ def plan_restore(settings: Settings, model: str, sources: Sequence[str | Path], 
     known = _know(settings, environment, model, sources)
     found = _Found()
     found.search(known)
-    report = found.report()
-    if report.outcome == "miss":
-        report.reason = explain_miss(known.store, known.key, environment)
-    report.seconds = 0.0
-    return Plan(known.key, environment, known.store.location, report)
+    if found.report.outcome == "miss":
+        found.report.reason = explain_miss(known.store, known.key, environment)
+    found.report.seconds = 0.0
+    return Plan(known.key, environment, known.store.location, found.report)
 
 
 class Restore:
@@ -143,46 +142,45 @@ class Restore:
 
         A store that does not answer costs at most `restore_timeout_s`.
         """
-        failure = self._wait()
-        known = self._fetching.known
+        found, known = self._wait(), self._fetching.known
         if known is None:
-            return self._fetching.found.report(failure), None
+            return found.report, None
         observed = known.beside(self._environment or observe_environment(known.environment))
         differences = known.environment.differences(observed.environment)
-        if differences and not failure:
+        if differences and not found.has_failed:
             self._fetching = _Fetching(_fetched(observed, self._directory.inbox), known=observed)
             self._fetching.start()
-            failure = self._wait()
-        if failure and self._fetching.done.is_set():
+            found = self._wait()
+        if found.has_failed and self._fetching.done.is_set():
             empty_folder(self._directory.inbox)  # the disk was too small for the packs, and compiling needs the space
-        # After a failure new ones, because a thread that has not ended still uses the others.
-        found = self._fetching.found
-        packs = (found.packs if not failure else None) or observed.packs()
+        packs = found.packs or observed.packs()
         publication = Publication(known.store.writing, packs, observed.environment, self._directory)
-        if failure:
-            return found.report(failure), publication
+        if found.has_failed:
+            return found.report, publication
         try:
             install(found.fetched, self._directory)
         except OSError as error:
-            return found.report(str(error)), None
-        report = found.report()
+            found.fail(str(error))
+            return found.report, None
         if differences:
-            report.reason = "torch says otherwise: " + "; ".join(differences)
-            report.outcome = report.outcome if report.files else "discarded"
-        return report, publication
+            found.report.reason = "torch says otherwise: " + "; ".join(differences)
+            found.report.outcome = found.report.outcome if found.report.files else "discarded"
+        return found.report, publication
 
     @property
     def location(self) -> str:
         """The store with its layers, as soon as they are known."""
         return self._fetching.known.store.location if self._fetching.known else self._settings.store
 
-    def _wait(self) -> str:
-        """Wait as long as the store may take, then abandon it. Returns what failed, if anything did."""
+    def _wait(self) -> _Found:
+        """What was found. Waits as long as the store may take, then abandons it."""
         left_s = self._settings.restore_timeout_s - (time.monotonic() - self._started)
         if self._fetching.done.wait(max(0.0, left_s)):
-            return self._fetching.found.failure
+            return self._fetching.found
         self.abandon()
-        return f"{self.location} did not deliver the packs within {self._settings.restore_timeout_s:g} s"
+        found = _Found()  # a thread that has not ended still uses the other one
+        found.fail(f"{self.location} did not deliver the packs within {self._settings.restore_timeout_s:g} s")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,50 +198,44 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Found:
-    """What was fetched, and in how many seconds. `failure` says what went wrong after that, if anything did."""
+    """What was fetched, and the report of it. After a failure, it has no `packs` of the boot's key."""
 
+    report: RestoreReport = field(default_factory=RestoreReport)
     packs: PacksOfKey | None = None
     fetched: Fetched = field(default_factory=Fetched)
-    seconds: float = 0.0
-    problems: Sequence[str] = ()
-    failure: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing of this may be used."""
+        return self.report.outcome == "failed"
+
+    def fail(self, reason: str) -> None:
+        """Let nothing of this be used."""
+        self.packs = None
+        self.report.outcome, self.report.reason, self.report.files = "failed", reason, 0
 
     def search(self, known: _Known, inbox: Path | None = None) -> None:
-        """Fetch what a boot takes, in the place of files of a wrong environment; without an inbox, only look."""
+        """Fetch what a boot takes; without an inbox, only look."""
         began = time.perf_counter()
         self.packs = own = known.packs()
+        self.report = report = RestoreReport("miss", f"nothing in {known.key.prefix}")
         try:
             for packs in candidates(own, known.store.writing):
-                fetched = fetch(packs, inbox)
-                self.fetched = replace(
-                    fetched,
-                    refused=self.fetched.refused + fetched.refused,
-                    seeded_from=packs.key.model_version if fetched.files and packs is not own else "",
-                )
-                if fetched.files:
-                    break
+                self.fetched = fetched = fetch(packs, inbox)
+                report.refused += fetched.refused
+                if not fetched.files:
+                    continue
+                report.packs, report.files = len(fetched.packs), len(fetched.files)
+                report.stored_bytes = fetched.stored_bytes
+                if packs is own:
+                    report.outcome, report.reason = "hit", ""
+                else:
+                    report.outcome, report.seeded_from = "seeded", packs.key.model_version
+                    self.fetched = replace(fetched, seeded_from=report.seeded_from)
+                break
         finally:
-            self.problems = known.store.problems
-            self.seconds = time.perf_counter() - began
-
-    def report(self, failure: str = "") -> RestoreReport:
-        """The report of a restore of these files, or of one with a `failure`."""
-        files = len(self.fetched.files) if not failure else 0
-        outcome = "seeded" if self.fetched.seeded_from else "hit" if files else "miss"
-        reason = f"nothing in {self.packs.key.prefix}" if self.packs and outcome != "hit" else ""
-        if failure:
-            outcome, reason = "failed", failure
-        return RestoreReport(
-            outcome,
-            reason,
-            seeded_from=self.fetched.seeded_from,
-            problems=list(self.problems),
-            packs=len(self.fetched.packs),
-            files=files,
-            stored_bytes=self.fetched.stored_bytes,
-            seconds=self.seconds,
-            refused=list(self.fetched.refused),
-        )
+            report.problems = list(known.store.problems)
+            report.seconds = time.perf_counter() - began
 
 
 # All that is known of a restore so far, what was fetched, and why nothing was found.
@@ -264,9 +256,9 @@ def _fetched(known: _Known, inbox: Path) -> Iterator[_Step]:
     try:
         found.search(known, inbox)
     except Exception as error:
-        found.failure = _text(error)
+        found.fail(_text(error))
     yield found
-    if not (found.failure or found.fetched.files):
+    if found.report.outcome == "miss":
         yield explain_miss(known.store, known.key, known.environment)
 
 
@@ -313,7 +305,8 @@ class _Fetching(threading.Thread):
     ) -> None:
         super().__init__(name="compile-cache-restore", daemon=True)
         self.known = known
-        self.found = _Found(failure="the process that restores has ended")
+        self.found = _Found()
+        self.found.fail("the process that restores has ended")
         self.explanation = ""
         self.done = threading.Event()
         self._steps = steps
@@ -339,7 +332,7 @@ class _Fetching(threading.Thread):
             if self.done.is_set():  # only the explanation failed
                 log.info("restore.not_explained error=%s", error)
             else:
-                self.found = _Found(failure=_text(error))
+                self.found.fail(_text(error))
         finally:
             self._end()
 

@@ -98,8 +98,7 @@ class Program:
         directory.activate(environ)
         os.set_inheritable(directory.lock_fd, True)  # the command owns the directory if this process is killed
         self._publisher = Publisher(publication, BootReport(), settings)
-        if settings.may_publish:
-            self._publisher.start()
+        self._publisher.start()
 
     def look(self, code: int | None = None) -> None:
         """Let new files be published if none changed for 5 s, or after the end. Younger ones may be half-written (g++

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compile_cache.errors import log
-from compile_cache.weights.weight_files import StoredTensor, read_header
+from compile_cache.weights.weight_files import StoredTensor, Weights, find_files, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -153,9 +153,9 @@ class EarlyWeights:
     If something stands in its way, it copies nothing, says so in the log, and the caller loads as ever.
     """
 
-    def __init__(self, find: Callable[[], list[Path]], chunk_bytes: int = _CHUNK_BYTES) -> None:
-        """Begin to read files that are not in memory. If `find` finds none yet, `begin` asks it again."""
-        self._find, self._chunk_bytes = find, chunk_bytes
+    def __init__(self, model: str, weights: Weights, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        """Begin to read the files that `find_files` finds. If there are none yet, `begin` looks again."""
+        self._model, self._weights, self._chunk_bytes = model, weights, chunk_bytes
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._device: torch.device | None = None
@@ -165,7 +165,7 @@ class EarlyWeights:
         self._copies: dict[_Place, torch.Tensor] = {}
         self._left_bytes: dict[_Place, int] = {}
         self._all_bytes = self._copied_bytes = self._taken_bytes = 0
-        self._why_not = "there are no safetensors files that from_pretrained loads as they are"
+        self._why_not = "boot(weights=…) names no safetensors files that from_pretrained loads as they are"
         self._chunks: list[_Chunk] = []
         self._reading: dict[int, Future[None]] = {}  # by chunk
         self._readers = ThreadPoolExecutor(_READERS, "read weights")
@@ -174,7 +174,7 @@ class EarlyWeights:
     def _plan(self) -> None:
         """Find the files and their chunks, and begin to read."""
         with self._degrading("plan early copies of weights"):
-            chunks = self._chunks_of(self._find())
+            chunks = self._chunks_of(find_files(self._model, self._weights))
             if chunks:
                 # It takes up to 1 s, in which torch lets no other thread run. It reads CUDA's variables.
                 os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does
@@ -203,7 +203,7 @@ class EarlyWeights:
                 chunks.append(_Chunk(path, pieces))
         self._files, self._tensors = files, planned
         if chunks:
-            self._why_not = "boot.to_gpu() was called after the warm-up"
+            self._why_not = "boot.warm_up() or boot.weights.drop() was called before"
         self._all_bytes = sum(tensor.size_bytes for tensors in headers.values() for tensor in tensors)
         return chunks
 
@@ -212,9 +212,12 @@ class EarlyWeights:
             self._reading[number] = self._readers.submit(self._chunks[number].read, self._stop)
 
     def begin(self, device: torch.device | None = None) -> None:
-        """Copy on a thread to `device`, or to this thread's GPU, if it has room for all weights and 4 GiB more. Call it
-        once torch is imported. What models use first is loaded, too."""
-        if self._thread is not None or self._stop.is_set():
+        """Copy on a thread to `device`, or to this thread's GPU, if it has room for all weights and 4 GiB more. Imports
+        torch. What models use first is loaded, too."""
+        if not self._weights or self._thread is not None or self._stop.is_set():
+            return
+        if device is None and not has_gpu():
+            self._why_not = "there is no GPU"
             return
         if not self._chunks and self._why_not:  # else it failed
             self._plan()
@@ -344,14 +347,14 @@ class EarlyWeights:
         return copy if size_bytes == copy.nbytes else copy[begin : begin + size_bytes].clone()
 
     def drop(self) -> None:
-        """Stop the copying, and free the copies that no weight has taken."""
+        """Stop the copying, and free the copies that no weight has taken: what loads next takes none."""
         self._stop.set()
         self._finish()
         self._copies.clear()
+        self._copied_bytes = 0
 
     def end(self) -> None:
         """Free what is left, once all weights are on the GPU. Warn if many copies were of no use."""
-        self.drop()
         if self._taken_bytes < self._copied_bytes * _LEAST_TAKEN:
             log.warning(
                 "weights.early_unused Only %.3f of %.3f GB that were copied to the GPU early were used. The other "
@@ -359,7 +362,7 @@ class EarlyWeights:
                 self._taken_bytes / 1e9,
                 self._copied_bytes / 1e9,
             )
-        self._copied_bytes = 0
+        self.drop()
 
     def _finish(self) -> None:
         """Wait for the copying, and end all reading."""
@@ -380,6 +383,13 @@ class EarlyWeights:
             self._why_not = ""
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             log.info("weights.early_failed Could not %s, so they load later. %s", what, reason)
+
+
+def has_gpu() -> bool:
+    """Whether torch, which is imported for this, can use a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _current_gpu() -> torch.device:

@@ -253,7 +253,7 @@ def load_model(model: str, revision: str | None, boot: Boot | None = None) -> Pr
             "model with QUANTIZE=int8 or fp8."
         )
     if boot is not None and _is_converted(config):
-        boot.free_copies()
+        boot.weights.drop()
     return load_to_device(partial(AutoModelForCausalLM.from_pretrained, model, revision=revision), boot)
 
 
