@@ -80,7 +80,7 @@ class Answer:
     """
 
     def __init__(self, request: Request, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
-        self.prompt_tokens, self._is_guided = len(request.prompt), request.guide is not None
+        self.prompt_tokens, self._guide = len(request.prompt), request.guide
         self.new_tokens = 0
         self.finish_reason = "cancelled"
         self._tokens, self._stream, self._ends = tokens, stream, ends
@@ -91,10 +91,12 @@ class Answer:
             if piece := self._stream.add(token):
                 yield piece
             if self._stream.has_stopped or token in self._ends:
-                reason = "schema" if self._is_guided and token in self._ends else "stop"
+                reason = "stop"
                 break
         else:
             reason = "length"
+        if self._guide and self._guide.is_complete and not self._stream.has_stopped:
+            reason = "schema"
         if piece := self._stream.end():
             yield piece
         self.finish_reason = reason
