@@ -9,7 +9,6 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ def _check(schema: dict[str, Any]) -> int:
     said = schema.keys() - _NOTES
     if unknown := sorted(said - _KEYWORDS):
         raise ValueError(f"json_schema has {unknown[0]}, which is not followed here; leave it out")
-    if "enum" in said or "const" in said:
+    if "type" in said and {"enum", "const"} & said:
         _check_values(schema)
         said -= {"type"}
     if (alone := sorted(said & _ALONE)) and (others := ", ".join(sorted(said - {alone[0]}))):
@@ -149,8 +148,7 @@ def _check(schema: dict[str, Any]) -> int:
 
 def _check_values(schema: dict[str, Any]) -> None:
     """Check that the values of a schema have its type, which xgrammar ignores beside them."""
-    types = schema.get("type", {*chain(*_TYPES.values())})
-    types = {types} if isinstance(types, str) else {*types}
+    types = {schema["type"]} if isinstance(schema["type"], str) else {*schema["type"]}
     for value in schema.get("enum", [schema.get("const")]):
         if not types & _TYPES[type(value)]:
             wrong = f"{json.dumps(value)}, which is not of its type {', '.join(sorted(types))}"
