@@ -23,7 +23,7 @@ from programs import run_program
 
 from models.image.inputs import ImageInputs
 from models.image.pictures import PictureFiles, open_picture
-from models.image.pipeline import DiffusionModel, check_pipeline, find_picture_pipeline, ignored_inputs
+from models.image.pipeline import DiffusionModel, check_pipeline, find_pipeline, ignored_inputs
 from models.image.settings import ImageSettings
 from models.image.sizes import Size
 
@@ -83,7 +83,7 @@ def test_a_loaded_pipeline_that_needs_a_picture_or_has_no_prompt_is_refused(part
     ],
 )
 def test_the_pipeline_that_starts_from_a_picture_has_the_name_that_diffusers_gives_it(name, given, found):
-    assert find_picture_pipeline(getattr(diffusers, name), given) is getattr(diffusers, found)
+    assert find_pipeline(getattr(diffusers, name), given) is getattr(diffusers, found)
 
 
 def noise(width: int, height: int) -> Image.Image:

@@ -7,7 +7,6 @@ pipelines.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,8 @@ _WARM_UP_STEPS = 2
 _MOST_STEPS, _MOST_CHARACTERS = 200, 20_000
 # The names that pipelines give the network that denoises, newest architecture first.
 _DENOISERS = ("transformer", "unet", "prior")
+# What a pipeline may start from: its parameter, and a part of the pipeline's name.
+_STARTS = {"prompt": ("prompt", ""), "image": ("image", "Img2Img"), "mask": ("mask_image", "Inpaint")}
 # Only pipelines that start from a picture have these parameters. `strength` says how far the result may differ from it.
 _OF_PICTURES = ("mask_image", "control_image", "strength")
 # Defaults that pipelines for pictures have of their own.
@@ -266,21 +267,18 @@ class DiffusionModel:
             raise ValueError("image_2 needs an image and no mask, and a model that runs with IMAGES=2")
         start = "prompt" if inputs.image is None else "image" if inputs.mask is None else "mask"
         if (start, inputs.go_fast) not in self._pipelines:
-            found = self._pipeline if start == "prompt" else self._made_for(start)
-            if self.denoisers[inputs.go_fast] is not self.denoiser:
-                found = copy.copy(found)
-                setattr(found, self._denoiser_name, self.denoisers[inputs.go_fast])
-            self._pipelines[start, inputs.go_fast] = found
+            self._pipelines[start, inputs.go_fast] = self._made_for(start, inputs.go_fast)
         pipeline = self._pipelines[start, inputs.go_fast]
         self._schedule(inputs, inspect.signature(pipeline.__call__).parameters)
         return pipeline
 
-    def _made_for(self, start: str) -> Any:
-        """A pipeline that starts from `image` or `mask`. Not made by `from_pipe`, which casts all weights."""
-        kind = find_picture_pipeline(type(self._pipeline), start)
+    def _made_for(self, start: str, go_fast: bool) -> Any:
+        """A pipeline that starts from `prompt`, `image` or `mask`. Not made by `from_pipe`, which casts all weights."""
+        kind = find_pipeline(type(self._pipeline), start)
         if kind is None:
             raise ValueError(f"diffusers has no pipeline that takes {start} and has the parts of {self._name}")
-        parts = {**self._pipeline.config, **self._pipeline.components}
+        network = {self._denoiser_name: self.denoisers[go_fast]}
+        parts = {**self._pipeline.config, **self._pipeline.components, **network}
         names = inspect.signature(kind.__init__).parameters
         return kind(**{name: parts[name] for name in names if name in parts})
 
@@ -408,12 +406,12 @@ def check_pipeline(pipeline: type[Any]) -> None:
         )
 
 
-def find_picture_pipeline(pipeline: type[Any], given: str) -> Any:
-    """diffusers' pipeline that has the same parts and takes an `image`, or a `mask` too; None if there is none.
+def find_pipeline(pipeline: type[Any], start: str) -> Any:
+    """diffusers' pipeline that has the same parts and starts from a `prompt`, an `image` or a `mask`, if there is one.
 
     diffusers names it after the one that draws from a prompt. Some of these take an image themselves.
     """
-    parameter, name = {"image": ("image", "Img2Img"), "mask": ("mask_image", "Inpaint")}[given]
+    parameter, name = _STARTS[start]
     if parameter in inspect.signature(pipeline.__call__).parameters:
         return pipeline
     return getattr(diffusers, f"{pipeline.__name__.removesuffix('Pipeline')}{name}Pipeline", None)
