@@ -46,10 +46,6 @@ _LARGE_ENCODER = 1_000_000_000
 log = logging.getLogger(__name__)
 
 
-class MissingImageError(ValueError):
-    """The pipeline failed without an image."""
-
-
 def import_pipeline(model: str, revision: str | None) -> None:
     """Import the classes of `model`, so that loading it imports next to nothing, and logs no progress.
 
@@ -209,13 +205,16 @@ class DiffusionModel:
             return
         try:
             self.run(inputs)
-        except MissingImageError as error:
-            self._needs_image = True
-            log.info("%s; every request has to give one", error)
         except Exception as error:
-            if inputs.image_2 is None:
+            if inputs.image_2 is not None:
+                raise ValueError(
+                    f"IMAGES is 2, but {self._name} failed with two images; set IMAGES=1 ({error})"
+                ) from error
+            if inputs.image is not None or not self.is_editing:
                 raise
-            raise ValueError(f"IMAGES is 2, but {self._name} failed with two images; set IMAGES=1 ({error})") from error
+            # Several pipelines of diffusers have an `image` that is optional in their signature alone.
+            self._needs_image = True
+            log.info("%s failed without an image; every request has to give one (%s)", self._name, error)
 
     def run(self, inputs: ImageInputs) -> Image.Image:
         """Draw one picture. On the same kind of machine, the same inputs give the same picture.
@@ -231,7 +230,7 @@ class DiffusionModel:
         pipeline.set_progress_bar_config(disable=not inputs.shows_progress)
         arguments = self._arguments(inputs, inspect.signature(pipeline.__call__).parameters)
         with torch.inference_mode():
-            result = self._call(pipeline, generator=generator, output_type="np", **arguments)
+            result = pipeline(generator=generator, output_type="np", **arguments)
         if not hasattr(result, "images"):
             raise ValueError(
                 f"{self._name} gives {', '.join(result)}, and no images: set MODEL to a text-to-image pipeline"
@@ -286,15 +285,6 @@ class DiffusionModel:
         """Let the fast layers of a weight that has changed take it."""
         for layer in self._fast_layers.get(weight, ()):
             layer.take(weight)
-
-    def _call(self, pipeline: Any, **arguments: Any) -> Any:
-        try:
-            return pipeline(**arguments)
-        except (AttributeError, TypeError, ValueError) as error:
-            if "image" not in self._parameters or "image" in arguments:
-                raise
-            # Several pipelines of diffusers have an `image` that is optional in their signature alone.
-            raise MissingImageError(f"{self._name} failed without an image; it may need one ({error})") from error
 
     def _compare_sizes(self, asked: Size, drawn: Size) -> None:
         if asked != drawn and asked not in self._wrong_sizes:
