@@ -101,15 +101,15 @@ class DiffusionModel:
         self._denoiser_name, self.denoiser = find_denoiser(pipeline)
         # The networks that are called once a step, by whether they are fast.
         self.denoisers = {go_fast == "only": self.denoiser}
-        self._fast_layers: dict[nn.Parameter, list[Any]] = {}
+        fast_layers = None
         if go_fast != "off":  # its operators take 0.03 s to import
             from models.image.go_fast import fast_copy, make_fast
 
             if go_fast == "on":
-                self.denoisers[True], self._fast_layers = fast_copy(self.denoiser)
+                self.denoisers[True], fast_layers = fast_copy(self.denoiser)
             else:
                 make_fast(self.denoiser)
-        self.loras = Loras(pipeline, self._follow)
+        self.loras = Loras(pipeline, fast_layers)
         # Pixels of one latent, along each side.
         self._vae_scale_factor = int(getattr(pipeline, "vae_scale_factor", 8))
         self.sizes = tuple(sizes) or offered_sizes(self._native_resolution())
@@ -280,11 +280,6 @@ class DiffusionModel:
         parts = {**self._pipeline.config, **self._pipeline.components, **network}
         names = inspect.signature(kind.__init__).parameters
         return kind(**{name: parts[name] for name in names if name in parts})
-
-    def _follow(self, weight: nn.Parameter) -> None:
-        """Let the fast layers of a weight that has changed take it."""
-        for layer in self._fast_layers.get(weight, ()):
-            layer.take(weight)
 
     def _compare_sizes(self, asked: Size, drawn: Size) -> None:
         if asked != drawn and asked not in self._wrong_sizes:
