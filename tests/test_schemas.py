@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from typing import Any
 
@@ -125,81 +126,87 @@ def test_a_schema_may_refer_to_itself(model):
     assert ended
 
 
-REFUSED: dict[str, Any] = {
-    keyword: {"type": "object", keyword: value}
-    for keyword, value in {
-        "uniqueItems": True,
-        "not": {},
-        "oneOf": [{}],
-        "allOf": [{}],
-        "if": {},
-        "then": {},
-        "else": {},
-        "dependentRequired": {},
-        "dependentSchemas": {},
-        "format": "date",
-        "contains": {},
-        "minContains": 1,
-        "maxContains": 1,
-        "prefixItems": [],
-        "unevaluatedItems": False,
-        "unevaluatedProperties": False,
-        "patternProperties": {},
-        "propertyNames": {},
-        "minProperties": 1,
-        "maxProperties": 1,
-        "multipleOf": 3,
-        "contentEncoding": "base64",
-        "contentMediaType": "x",
-        "$anchor": "x",
-        "$dynamicRef": "#x",
-        "$id": "x",
-        "$vocabulary": {},
-        "unknown": 1,
-    }.items()
+KEYWORDS: dict[str, Any] = {
+    "uniqueItems": True,
+    "not": {},
+    "oneOf": [{}],
+    "allOf": [{}],
+    "if": {},
+    "then": {},
+    "else": {},
+    "dependentRequired": {},
+    "dependentSchemas": {},
+    "format": "date",
+    "contains": {},
+    "minContains": 1,
+    "maxContains": 1,
+    "prefixItems": [],
+    "unevaluatedItems": False,
+    "unevaluatedProperties": False,
+    "patternProperties": {},
+    "propertyNames": {},
+    "minProperties": 1,
+    "maxProperties": 1,
+    "multipleOf": 3,
+    "contentEncoding": "base64",
+    "contentMediaType": "x",
+    "$anchor": "x",
+    "$dynamicRef": "#x",
+    "$id": "x",
+    "$vocabulary": {},
+    "unknown": 1,
 }
-REFUSED |= {
-    "the pattern a,": {"type": "string", "pattern": "a", "minLength": 2},
-    "the pattern 5,": {"type": "string", "pattern": 5},
-    "1, which is not of its type string": {"type": "string", "enum": ["a", 1]},
-    "true, which is not of its type integer": {"type": "integer", "const": True},
-    "beside enum": {"minLength": 1, "enum": ["a"]},
-    "beside const": {"minimum": 1, "const": 1},
-    "18446744073709551615, an integer of more than 64 bits": {"const": {"ids": [2**64 - 1]}},
-    "-9223372036854775809, an integer of more than": {"enum": ["a", -(2**63) - 1]},
-    "has the type text": {"type": "text"},
-    "has the type []": {"type": []},
-    "patterns that cost 600": {"type": "string", "pattern": "^" + ".?" * 100 + "$"},
-    "patterns that cost 1296": {"type": "string", "pattern": "^" + "(" * 4 + "a" + "){1,}" * 4 + "$"},
-    "an anyOf without a schema": {"anyOf": []},
-    "patterns that cost 125": {"type": "string", "pattern": "^(.{0,5}){0,5}$"},
-    "patterns that cost 101": {"anyOf": [{"type": "string", "pattern": f"^a{{{most}}}$"} for most in (50, 51)]},
-    " schemas in it; it may have 256": {"anyOf": [{}] * 256},
-    "maxLength must be": {"type": "string", "maxLength": False},
-    **{
-        f"{keyword} without a type": {keyword: 5}
-        for keyword in ("minimum", "exclusiveMaximum", "minLength", "maxItems")
-    },
-    "pattern without a type": {"pattern": "a"},
-    "beside anyOf": {"type": "object", "anyOf": [{}]},
-    "beside $ref": {"$ref": "#/$defs/a", "$defs": {"a": {}}, "minimum": 1},
-    "the $ref https://x": {"$ref": "https://x"},
-    "the $ref #/$defs/b": {"$ref": "#/$defs/b"},
-    "requires b": {"type": "object", "properties": {"a": {}}, "required": ["b"]},
-    "maxItems must be": {"type": "array", "maxItems": 10**9},
-    "minLength must be": {"type": "string", "minLength": "1"},
-    "no JSON": '{"type": ',
-    "must be an object": "[1]",
-    "in place of a schema": {"type": "array", "items": 3},
-    "properties must be an object": {"type": "object", "properties": []},
-    "is no JSON schema": {"type": "object", "required": 3},
-    "is no JSON schema ": {"type": "object", "required": [{}]},
-    "is no JSON schema  ": {"anyOf": 3},
-    "$defs must be an object": {"$ref": "#/$defs/a", "$defs": []},
-    "200 levels deep": '{"items":' * 199 + "{}" + "}" * 199,
-    "levels deep": {"const": json.loads("[" * 90 + "]" * 90)},
-    " characters; it may have 16384": {"const": "x" * 20_000},
-}
+LONG = "patterns of more than 100 parts"
+REFUSED: list[tuple[str, Any]] = [
+    *((f"has {keyword}, which is not", {"type": "object", keyword: value}) for keyword, value in KEYWORDS.items()),
+    ("the pattern a,", {"type": "string", "pattern": "a", "minLength": 2}),
+    ("1, which is not of its type string", {"type": "string", "enum": ["a", 1]}),
+    ("true, which is not of its type integer", {"type": "integer", "const": True}),
+    ("minLength beside enum", {"minLength": 1, "enum": ["a"]}),
+    ("minimum beside const", {"minimum": 1, "const": 1}),
+    ("18446744073709551615, an integer of more than 64 bits", {"const": {"ids": [2**64 - 1]}}),
+    ("-9223372036854775809, an integer of more than", {"enum": ["a", -(2**63) - 1]}),
+    (f"1{'0' * 5000}, an integer of more than", '{"const": 1' + "0" * 5000 + "}"),
+    (LONG, {"type": "string", "pattern": "^" + ".?" * 100 + "$"}),
+    (LONG, {"type": "string", "pattern": "^" + "(" * 4 + "a" + "){1,}" * 4 + "$"}),
+    (LONG, {"type": "string", "pattern": "^(.{0,5}){0,5}$"}),
+    (LONG, {"anyOf": [{"type": "string", "pattern": f"^a{{{most}}}$"} for most in (50, 51)]}),
+    ("more than 256 schemas in it", {"anyOf": [{}] * 256}),
+    ("more than 32 in one another", '{"items":' * 32 + "{}" + "}" * 32),
+    ("type beside anyOf", {"type": "object", "anyOf": [{}]}),
+    ("minimum beside $ref", {"$ref": "#/$defs/a", "$defs": {"a": {}}, "minimum": 1}),
+    ("the $ref https://x", {"$ref": "https://x"}),
+    ("the $ref #/default", {"$ref": "#/default", "default": {"not": {}}}),
+    ("requires b", {"type": "object", "properties": {"a": {}}, "required": ["b"]}),
+    # A name could be one of the properties', written with escapes: "\\u0061" for "a".
+    *(
+        ("additionalProperties beside properties", {"properties": {"a": {}}, "additionalProperties": more})
+        for more in (True, {}, {"type": "null"})
+    ),
+    *(
+        ("is no JSON schema", wrong)
+        for wrong in (
+            '{"type": ',
+            '{"const":' + "[" * 16_000,
+            {"type": "object", "required": 3},
+            {"type": "object", "required": [{}]},
+            {"anyOf": 3},
+            {"type": "string", "pattern": 5},
+        )
+    ),
+    (" characters; it may have 16384", {"const": "x" * 20_000}),
+]
+REFUSED_BY_XGRAMMAR: list[tuple[str, Any]] = [
+    ("text", {"type": "text"}),
+    ("maxLength must be", {"type": "string", "maxLength": False}),
+    ("must not exceed 2147483647", {"type": "array", "minItems": 2**31}),
+    ("minItems is greater than maxItems", {"type": "array", "minItems": 2, "maxItems": 1}),
+    ("#/$defs/b", {"$ref": "#/$defs/b", "$defs": {"a": {}}}),
+    ("Circular $ref", {"$ref": "#"}),
+    ("a boolean or an object", {"type": "array", "items": 3}),
+    ("properties must be an object", {"type": "object", "properties": []}),
+    ("an object or bool, but got [1]", "[1]"),
+]
 
 
 PATTERNS = ["^[a-c]{1,3}x?$", "b|d+", r"^\d{1,2}\.\d$", r"^[\w.]+@\w+$", "^(?:ab|(cd)){2}$", "^.{3}$", "^[^a]{1,4}$"]
@@ -242,14 +249,18 @@ def test_a_pattern_that_cannot_be_followed_is_refused(pattern):
         checked({"type": "string", "pattern": pattern})
 
 
-@pytest.mark.parametrize("named", REFUSED)
-def test_what_an_answer_could_not_be_held_to_is_refused_by_name(named):
-    schema = REFUSED[named]
+@pytest.mark.parametrize(("named", "schema"), REFUSED)
+def test_what_an_answer_could_not_be_held_to_is_refused_by_name(named, schema):
     for nested in (schema, {"type": "object", "properties": {"p": schema}}) if isinstance(schema, dict) else (schema,):
-        if nested is schema or "$defs" not in schema:
-            with pytest.raises(ValueError, match="json_schema") as caught:
-                checked(nested)
-            assert named.strip() in str(caught.value)
+        with pytest.raises(ValueError, match="json_schema") as caught:
+            checked(nested)
+        assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("named", "schema"), REFUSED_BY_XGRAMMAR)
+def test_what_is_no_schema_is_refused_by_name(model, named, schema):
+    with pytest.raises(ValueError, match=f"^json_schema cannot be followed: .*{re.escape(named)}"):
+        answer(model, schema)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +269,10 @@ def test_what_an_answer_could_not_be_held_to_is_refused_by_name(named):
         ({"type": "string", "enum": ["x"], "title": "T"}, '"x"'),  # as Pydantic writes a Literal
         ({"type": ["integer", "null"], "const": 7}, "7"),
         ({"type": "array", "minItems": 1, "maxItems": 1}, "["),
+        ({"maxItems": 0}, "[]"),
+        ({"maxLength": 0}, '""'),
+        ({"minimum": 3, "exclusiveMaximum": 4}, "3"),
+        ({"properties": {}, "additionalProperties": {"const": 1}}, "{"),
         ({"const": {"a": [1, 2**63 - 1]}}, '{"a":[1,9223372036854775807]}'),
         ({"const": -(2**63)}, "-9223372036854775808"),
         ({"type": "string", "pattern": r"^é\.$"}, '"é."'),
@@ -276,6 +291,20 @@ def test_a_model_without_a_token_for_what_must_come_is_named():
     assert not guide.allowed().any()
     with pytest.raises(ValueError, match="the model has no token for what must come"):
         guide.take(0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"max_tokens": 4}, ('"ab"', "schema")),
+        ({"max_tokens": 3}, ('"ab', "length")),
+        ({"max_tokens": 4, "stop_sequences": ['"']}, ("", "stop")),
+        ({"stop_sequences": ["b"]}, ('"a', "stop")),
+    ],
+)
+def test_an_answer_that_is_whole_ends_by_its_schema_also_at_the_last_token(model, inputs, expected):
+    found = model.answer(TextInputs("x", json_schema={"const": "ab"}, **inputs))
+    assert ("".join(found), found.finish_reason) == expected
 
 
 def test_the_least_number_of_tokens_is_refused_with_a_schema(model):

@@ -1,7 +1,6 @@
 """Vectors of texts, by a model that boots compiled: ModernBERT, E5 and others of their kind."""
 
 import base64
-import json
 import os
 from pathlib import Path as Folder
 from typing import Any
@@ -9,6 +8,8 @@ from typing import Any
 import compile_cache  # before torch
 import numpy
 from cog import BaseRunner, Input
+
+from pooling import own_length, pooling
 
 MODEL = os.environ.get("MODEL", "nomic-ai/modernbert-embed-base")
 # Texts are padded to one of these lengths, and batches to one of these sizes. Each pair is compiled.
@@ -72,24 +73,3 @@ class Predictor(BaseRunner):
             mask = mask.unsqueeze(-1)
             vectors = (states * mask).sum(1) / mask.sum(1) if self.has_mean else states[:, 0]
             return (torch.nn.functional.normalize(vectors) if self.has_norm else vectors)[: len(batch)]
-
-
-def own_length(folder: Folder) -> int | None:
-    """The most tokens of a text, if the model's files say it."""
-    file = folder / "sentence_bert_config.json"
-    return json.loads(file.read_text()).get("max_seq_length") if file.exists() else None
-
-
-def pooling(folder: Folder) -> tuple[bool, bool]:
-    """Whether a vector is the mean of its tokens' (else the first one's), and whether it has length 1.
-
-    These are the files of sentence-transformers.
-    """
-    modules = {m["type"].rpartition(".")[2]: m["path"] for m in json.loads((folder / "modules.json").read_text())}
-    config = json.loads((folder / modules["Pooling"] / "config.json").read_text())
-    modes = {mode for mode, is_on in config.items() if is_on is True} | {config.get("pooling_mode")}
-    has_mean = bool(modes & {"pooling_mode_mean_tokens", "mean"})
-    has_first = bool(modes & {"pooling_mode_cls_token", "cls"})
-    if set(modules) - {"Transformer", "Pooling", "Normalize"} or has_mean == has_first:
-        raise ValueError(f"{MODEL} needs more than the mean or the first token: {modules}, {modes}")
-    return has_mean, "Normalize" in modules

@@ -9,17 +9,12 @@ from cog import BaseRunner, Input, Path
 from PIL import Image, ImageOps
 
 from picture_files import read_picture
-from videos import read_videos, rounded, tell, write_mp4
+from videos import KINDS, read_videos, rounded, tell, write_mp4
 
 MODEL = os.environ.get("MODEL", "Lightricks/LTX-Video")
 # Width x height x frames of the videos that are warmed up: each has code of its own. The first is the default, also in
 # cog.yaml.
 VIDEOS = read_videos(os.environ.get("VIDEOS", "704x512x161"))
-# The pipeline for a first picture, the frames of one latent, frames per second, and whether the VAE needs fp32.
-KINDS = {
-    "LTXPipeline": ("LTXImageToVideoPipeline", 8, 25, False),
-    "WanPipeline": ("WanImageToVideoPipeline", 4, 24, True),
-}
 
 
 class Predictor(BaseRunner):

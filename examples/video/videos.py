@@ -1,10 +1,16 @@
-"""Sizes of videos, their progress, and mp4 files."""
+"""Kinds of pipelines, sizes of videos, their progress, and mp4 files."""
 
 from typing import Any
 
 import av
 import numpy
 from cog import Path
+
+# The pipeline for a first picture, the frames of one latent, frames per second, and whether the VAE needs fp32.
+KINDS = {
+    "LTXPipeline": ("LTXImageToVideoPipeline", 8, 25, False),
+    "WanPipeline": ("WanImageToVideoPipeline", 4, 24, True),
+}
 
 
 def read_videos(text: str) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ import re
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,10 @@ def _sources(values: Iterable[Any]) -> frozenset[str]:
 class Loras:
     """The LoRAs that are merged into a pipeline's weights."""
 
-    def __init__(self, pipeline: Any, on_change: Callable[[nn.Parameter], None] = lambda _: None) -> None:
-        """`on_change` is called with each weight that has changed."""
+    def __init__(self, pipeline: Any, fast_layers: Mapping[nn.Parameter, Sequence[Any]] | None = None) -> None:
+        """`fast_layers` are made from weights of the pipeline, and take each weight that changes."""
         self._pipeline = pipeline
-        self._on_change = on_change
+        self._fast_layers = fast_layers or {}
         # None while weights change, so that an error is followed by a complete merge.
         self._merged: tuple[tuple[Lora, int, int, int], ...] | None = ()
         # The base weights of all parameters that a LoRA has touched, and those that differ from them now.
@@ -116,7 +116,8 @@ class Loras:
             for parameter in self._changed:
                 parts = updates.get(parameter, ())  # without any, the base comes back to the bit
                 parameter.copy_(_merge(self._base[parameter].to(parameter.device), parts))
-                self._on_change(parameter)
+                for layer in self._fast_layers.get(parameter, ()):
+                    layer.take(parameter)
         self._merged, self._changed = wanted, set(updates)
         seconds = time.perf_counter() - started
         log.info("lora.merged loras=%d weights=%d seconds=%.2f", len(wanted), len(updates), seconds)

@@ -7,7 +7,6 @@ pipelines.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,8 @@ _WARM_UP_STEPS = 2
 _MOST_STEPS, _MOST_CHARACTERS = 200, 20_000
 # The names that pipelines give the network that denoises, newest architecture first.
 _DENOISERS = ("transformer", "unet", "prior")
+# What a pipeline may start from: its parameter, and a part of the pipeline's name.
+_STARTS = {"prompt": ("prompt", ""), "image": ("image", "Img2Img"), "mask": ("mask_image", "Inpaint")}
 # Only pipelines that start from a picture have these parameters. `strength` says how far the result may differ from it.
 _OF_PICTURES = ("mask_image", "control_image", "strength")
 # Defaults that pipelines for pictures have of their own.
@@ -43,10 +44,6 @@ _DEFAULTS = ("guidance_scale", "num_inference_steps", "max_sequence_length")
 _LARGE_ENCODER = 1_000_000_000
 
 log = logging.getLogger(__name__)
-
-
-class MissingImageError(ValueError):
-    """The pipeline failed without an image."""
 
 
 def import_pipeline(model: str, revision: str | None) -> None:
@@ -104,15 +101,15 @@ class DiffusionModel:
         self._denoiser_name, self.denoiser = find_denoiser(pipeline)
         # The networks that are called once a step, by whether they are fast.
         self.denoisers = {go_fast == "only": self.denoiser}
-        self._fast_layers: dict[nn.Parameter, list[Any]] = {}
+        fast_layers = None
         if go_fast != "off":  # its operators take 0.03 s to import
             from models.image.go_fast import fast_copy, make_fast
 
             if go_fast == "on":
-                self.denoisers[True], self._fast_layers = fast_copy(self.denoiser)
+                self.denoisers[True], fast_layers = fast_copy(self.denoiser)
             else:
                 make_fast(self.denoiser)
-        self.loras = Loras(pipeline, self._follow)
+        self.loras = Loras(pipeline, fast_layers)
         # Pixels of one latent, along each side.
         self._vae_scale_factor = int(getattr(pipeline, "vae_scale_factor", 8))
         self.sizes = tuple(sizes) or offered_sizes(self._native_resolution())
@@ -208,13 +205,16 @@ class DiffusionModel:
             return
         try:
             self.run(inputs)
-        except MissingImageError as error:
-            self._needs_image = True
-            log.info("%s; every request has to give one", error)
         except Exception as error:
-            if inputs.image_2 is None:
+            if inputs.image_2 is not None:
+                raise ValueError(
+                    f"IMAGES is 2, but {self._name} failed with two images; set IMAGES=1 ({error})"
+                ) from error
+            if inputs.image is not None or not self.is_editing:
                 raise
-            raise ValueError(f"IMAGES is 2, but {self._name} failed with two images; set IMAGES=1 ({error})") from error
+            # Several pipelines of diffusers have an `image` that is optional in their signature alone.
+            self._needs_image = True
+            log.info("%s failed without an image; every request has to give one (%s)", self._name, error)
 
     def run(self, inputs: ImageInputs) -> Image.Image:
         """Draw one picture. On the same kind of machine, the same inputs give the same picture.
@@ -230,7 +230,7 @@ class DiffusionModel:
         pipeline.set_progress_bar_config(disable=not inputs.shows_progress)
         arguments = self._arguments(inputs, inspect.signature(pipeline.__call__).parameters)
         with torch.inference_mode():
-            result = self._call(pipeline, generator=generator, output_type="np", **arguments)
+            result = pipeline(generator=generator, output_type="np", **arguments)
         if not hasattr(result, "images"):
             raise ValueError(
                 f"{self._name} gives {', '.join(result)}, and no images: set MODEL to a text-to-image pipeline"
@@ -266,37 +266,20 @@ class DiffusionModel:
             raise ValueError("image_2 needs an image and no mask, and a model that runs with IMAGES=2")
         start = "prompt" if inputs.image is None else "image" if inputs.mask is None else "mask"
         if (start, inputs.go_fast) not in self._pipelines:
-            found = self._pipeline if start == "prompt" else self._made_for(start)
-            if self.denoisers[inputs.go_fast] is not self.denoiser:
-                found = copy.copy(found)
-                setattr(found, self._denoiser_name, self.denoisers[inputs.go_fast])
-            self._pipelines[start, inputs.go_fast] = found
+            self._pipelines[start, inputs.go_fast] = self._made_for(start, inputs.go_fast)
         pipeline = self._pipelines[start, inputs.go_fast]
         self._schedule(inputs, inspect.signature(pipeline.__call__).parameters)
         return pipeline
 
-    def _made_for(self, start: str) -> Any:
-        """A pipeline that starts from `image` or `mask`. Not made by `from_pipe`, which casts all weights."""
-        kind = find_picture_pipeline(type(self._pipeline), start)
+    def _made_for(self, start: str, go_fast: bool) -> Any:
+        """A pipeline that starts from `prompt`, `image` or `mask`. Not made by `from_pipe`, which casts all weights."""
+        kind = find_pipeline(type(self._pipeline), start)
         if kind is None:
             raise ValueError(f"diffusers has no pipeline that takes {start} and has the parts of {self._name}")
-        parts = {**self._pipeline.config, **self._pipeline.components}
+        network = {self._denoiser_name: self.denoisers[go_fast]}
+        parts = {**self._pipeline.config, **self._pipeline.components, **network}
         names = inspect.signature(kind.__init__).parameters
         return kind(**{name: parts[name] for name in names if name in parts})
-
-    def _follow(self, weight: nn.Parameter) -> None:
-        """Let the fast layers of a weight that has changed take it."""
-        for layer in self._fast_layers.get(weight, ()):
-            layer.take(weight)
-
-    def _call(self, pipeline: Any, **arguments: Any) -> Any:
-        try:
-            return pipeline(**arguments)
-        except (AttributeError, TypeError, ValueError) as error:
-            if "image" not in self._parameters or "image" in arguments:
-                raise
-            # Several pipelines of diffusers have an `image` that is optional in their signature alone.
-            raise MissingImageError(f"{self._name} failed without an image; it may need one ({error})") from error
 
     def _compare_sizes(self, asked: Size, drawn: Size) -> None:
         if asked != drawn and asked not in self._wrong_sizes:
@@ -408,12 +391,12 @@ def check_pipeline(pipeline: type[Any]) -> None:
         )
 
 
-def find_picture_pipeline(pipeline: type[Any], given: str) -> Any:
-    """diffusers' pipeline that has the same parts and takes an `image`, or a `mask` too; None if there is none.
+def find_pipeline(pipeline: type[Any], start: str) -> Any:
+    """diffusers' pipeline that has the same parts and starts from a `prompt`, an `image` or a `mask`, if there is one.
 
     diffusers names it after the one that draws from a prompt. Some of these take an image themselves.
     """
-    parameter, name = {"image": ("image", "Img2Img"), "mask": ("mask_image", "Inpaint")}[given]
+    parameter, name = _STARTS[start]
     if parameter in inspect.signature(pipeline.__call__).parameters:
         return pipeline
     return getattr(diffusers, f"{pipeline.__name__.removesuffix('Pipeline')}{name}Pipeline", None)

@@ -23,7 +23,7 @@ def rendered(
         ValueError: an input is wrong, or the template refuses it.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("the model's tokenizer has no chat template: give a prompt, without messages and tools")
+        raise ValueError("the model's tokenizer has no chat template: put all that it is to know into the prompt")
     own = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
     if wrong := sorted(own & {*(options or {})}):
         raise ValueError(f"chat_template_kwargs has {wrong[0]}, which is no variable of a template; leave it out")
@@ -57,10 +57,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text":
-                raise ValueError(f"{name} has a part of type {kind}; this model reads parts of type text")
-            if not isinstance(part.get("text"), str):
-                raise ValueError(f"{name} has a part of type text without a text; give one")
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"{name} has a part of type {kind}; this model reads parts of type text, with a text")
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"{name} has no content; give a text, or a list of parts of type text")

@@ -113,20 +113,22 @@ class Generator:
     def _tokens(self, request: Request) -> Iterator[int]:
         self._begin(request)
         mine = self._requests
-        if request.guide is not None:
-            yield from self._guided(request.guide, request.max_new_tokens)
-            return
+        most = request.max_new_tokens
+        for token in self._queued(most) if request.guide is None else self._guided(request.guide, most):
+            yield token
+            if self._requests != mine:
+                raise RuntimeError("another request has begun: a Generator serves one at a time")
+
+    def _queued(self, most: int) -> Iterator[int]:
         queued: deque[_Reading] = deque()
         chosen = 0
-        for number in range(request.max_new_tokens):
-            while chosen <= min(number + self._steps_ahead, request.max_new_tokens - 1):
+        for number in range(most):
+            while chosen <= min(number + self._steps_ahead, most - 1):
                 if chosen:
                     self._run(_DECODE)
                 queued.append(self._read(chosen))
                 chosen += 1
             yield queued.popleft().wait()
-            if self._requests != mine:
-                raise RuntimeError("another request has begun: a Generator serves one at a time")
 
     def _guided(self, guide: Guide, most: int) -> Iterator[int]:
         """Tokens that a guide allows. Which may come depends on the last one, so no step is queued ahead: a step's own
@@ -135,7 +137,6 @@ class Generator:
         Raises:
             ValueError: the model has no token that the guide allows.
         """
-        mine = self._requests
         for number in range(most):
             if number:
                 self._run(_DECODE)
@@ -144,8 +145,6 @@ class Generator:
             yield token
             if not goes_on:
                 return
-            if self._requests != mine:
-                raise RuntimeError("another request has begun: a Generator serves one at a time")
 
     @torch.inference_mode()
     def _choose(self, allowed: torch.Tensor) -> int:

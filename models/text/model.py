@@ -80,7 +80,7 @@ class Answer:
     """
 
     def __init__(self, request: Request, tokens: Iterator[int], stream: TextStream, ends: frozenset[int]) -> None:
-        self.prompt_tokens, self._is_guided = len(request.prompt), request.guide is not None
+        self.prompt_tokens, self._guide = len(request.prompt), request.guide
         self.new_tokens = 0
         self.finish_reason = "cancelled"
         self._tokens, self._stream, self._ends = tokens, stream, ends
@@ -91,10 +91,12 @@ class Answer:
             if piece := self._stream.add(token):
                 yield piece
             if self._stream.has_stopped or token in self._ends:
-                reason = "schema" if self._is_guided and token in self._ends else "stop"
+                reason = "stop"
                 break
         else:
             reason = "length"
+        if self._guide and self._guide.is_complete and not self._stream.has_stopped:
+            reason = "schema"
         if piece := self._stream.end():
             yield piece
         self.finish_reason = reason
@@ -194,15 +196,15 @@ class TextModel:
     def _schemas(self) -> Schemas:
         return Schemas(self._tokenizer, self.generator.vocabulary, self._ends, self.generator.device)
 
-    def _check_length(self, name: str, *parts: str) -> None:
-        """Check that texts have no more characters than the longest token, as often as a prompt may have tokens.
+    def _check_length(self, name: str, text: str) -> None:
+        """Check that a text has no more characters than the longest token, as often as a prompt may have tokens.
 
         Tokenizing takes some 200 bytes for each character. The limit holds even where a tokenizer drops characters.
 
         Raises:
-            ValueError: they have more. The message names them, and their limit.
+            ValueError: it has more. The message names it, and its limit.
         """
-        length, tokens = sum(map(len, parts)), self.generator.buckets[-1]
+        length, tokens = len(text), self.generator.buckets[-1]
         if length > tokens and length > (most := tokens * self._longest_token):
             raise ValueError(f"{name} has {length} characters; it may have {most} ({tokens} tokens, PROMPT_BUCKETS)")
 
@@ -218,24 +220,18 @@ class TextModel:
         """
         if (inputs.prompt is None) == (inputs.messages is None):
             raise ValueError("give a prompt, or messages" + ("" if inputs.prompt is None else ", but not both"))
-        self._check_length("stop_sequences", *self._stop_sequences(inputs))
-        self._check_length("prompt", inputs.prompt or "")
-        self._check_length("system_prompt", inputs.system_prompt)
-        messages = inputs.messages
-        if messages is not None and inputs.system_prompt:
+        if inputs.messages is not None and inputs.system_prompt:
             raise ValueError("give the system_prompt as the first of the messages, with the role system")
-        if messages is None:
-            if self._tokenizer.chat_template is None:
-                if inputs.system_prompt or inputs.tools or inputs.chat_template_kwargs:
-                    raise ValueError(
-                        "the model's tokenizer has no chat template: put all that it is to know into the prompt"
-                    )
-                return tuple(self._tokenizer(inputs.prompt)["input_ids"])
-            messages = [{"role": "system", "content": inputs.system_prompt}] if inputs.system_prompt else []
-            messages.append({"role": "user", "content": inputs.prompt})
-        text = rendered(self._tokenizer, messages, inputs.tools, inputs.chat_template_kwargs)
-        self._check_length("the chat", text)
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        text, messages = inputs.prompt, inputs.messages
+        is_chat = messages is not None or self._tokenizer.chat_template is not None
+        if is_chat or inputs.system_prompt or inputs.tools or inputs.chat_template_kwargs:
+            if messages is None:
+                messages = [{"role": "system", "content": inputs.system_prompt}] if inputs.system_prompt else []
+                messages.append({"role": "user", "content": text})
+            text = rendered(self._tokenizer, messages, inputs.tools, inputs.chat_template_kwargs)
+        self._check_length("the prompt", text)
+        self._check_length("stop_sequences", "".join(self._stop_sequences(inputs)))
+        return tuple(self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
 
 
 def load_model(model: str, revision: str | None, boot: Boot | None = None) -> PreTrainedModel:

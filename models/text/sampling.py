@@ -14,7 +14,6 @@ from torch import Tensor, nn
 # Scores divided by a smaller temperature leave the range of float32. The likeliest token then has all the probability.
 _LEAST_TEMPERATURE = 1e-4
 _LEAST_TOP_P = 1e-9
-_MOST_PENALTY = 2.0  # as of OpenAI and vLLM
 # One program of a GPU compares this many probabilities.
 _ROW = 1024
 
@@ -36,7 +35,7 @@ class Sampling:
     ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Check the values that a model's own settings may have, too.
 
         Raises:
             ValueError: a value has no meaning. The message names it.
@@ -49,11 +48,6 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 or more")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -_MOST_PENALTY <= (value := getattr(self, name)) <= _MOST_PENALTY:
-                raise ValueError(f"{name} is {value}; it must be from -2 to 2")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens is {self.min_tokens}; it must be 0 or more")
 
 
 @torch.library.custom_op("text::running_sum", mutates_args=())

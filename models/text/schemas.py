@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,36 +24,38 @@ _OF_TYPE = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "number"),
     **dict.fromkeys(("minItems", "maxItems"), "array"),
 }
-_KEYWORDS = {*_NOTES, *_OF_TYPE}
-_KEYWORDS |= {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref"}
 # These must stand alone: xgrammar ignores keywords beside them.
-_ALONE = ("enum", "const", "anyOf", "$ref")
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "array": (list,),
-    "object": (dict,),
+_ALONE = {"enum", "const", "anyOf", "$ref"}
+_KEYWORDS = {*_NOTES, *_OF_TYPE, *_ALONE, "type", "properties", "required", "additionalProperties", "items"}
+# The types of a value.
+_TYPES: dict[type, set[str]] = {
+    str: {"string"},
+    int: {"integer", "number"},
+    float: {"number"},
+    bool: {"boolean"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
 }
-# In other patterns, xgrammar lets an unescaped quotation mark pass, which ends the text, or it follows only a part.
-_ESCAPED = r"\\[dw./+*?()\[\]{}|^$-]"
-_RANGES = "[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]"
-_CLASS = rf"""\[\^?-?(?:{_ESCAPED}|{_RANGES}|[^"\\\x00-\x1f\[\]-])+-?\]"""
-_PART = re.compile(
-    rf"""(?P<group>\((?:\?:)?(?!\?))|(?P<end>\))|(?P<bar>\|)|(?P<edge>[\^$])|(?P<times>[?*+]|\{{\d{{1,5}}(?:,\d{{0,5}})?\}})|"""
-    rf"""{_ESCAPED}|{_CLASS}|[^"\\\x00-\x1f\[\]{{}}]"""
-)
 # Nothing in xgrammar bounds the time to compile, nor the time for a token. These limits do.
 _MOST_CHARACTERS = 16_384
-_MOST_COUNT = 10_000
-_MOST_LEVELS = 64
+_MOST_LEVELS = 32
 _MOST_PARTS = 256
 _MOST_COST = 100
 # The cost of `?`, `*` and `+`, in characters.
 _COST_OF_CHOICE = 6
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
+# In other patterns, xgrammar lets an unescaped quotation mark pass, which ends the text, or it follows only a part.
+_ESCAPED = re.compile(r"\\[dw./+*?()\[\]{}|^$-]")
+_RANGES = "[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]"
+_CLASS = rf"""\[\^?-?(?:{_RANGES}|[^"\\\x00-\x1f\[\]-])+-?\]"""
+_TIMES = r"[?*+]|\{\d{1,5}(?:,\d{0,5})?\}"
+_PART = re.compile(rf"""{_TIMES}|[()|^$]|(?P<one>{_CLASS}|[^"\\\x00-\x1f\[\]{{}}])""")
+# How a pattern's parts are written to count them: one, and one in a repetition.
+_ONE, _REPEATED = "_", "~"
+# A part with a repetition, or a group in which nothing is left to write out.
+_INNERMOST = re.compile(rf"(_(?=[?*+{{])|\(\|*[_~][_~|]*\))({_TIMES})?(?![?*+{{])")
+# Elsewhere, edges would be ignored.
+_FLAT = re.compile(r"\^?[_~]*\$?(\|\^?[_~]*\$?)*")
 # The bytes of a character of UTF-8 behind its first one.
 _CONTINUING = range(0x80, 0xC0)
 _ORIGIN = r"^\[[\d:]+\] \S+:\d+: "
@@ -62,88 +64,81 @@ _ORIGIN = r"^\[[\d:]+\] \S+:\d+: "
 def checked(schema: Any) -> str:
     """A schema as JSON, in the order of its keys: a text keeps the order in which properties are written.
 
+    What is no schema at all is left to xgrammar, which refuses it.
+
     Raises:
-        ValueError: it is no schema, has a keyword that no answer could be held to, or is too large.
+        ValueError: it has a keyword that no answer could be held to, or is too large.
     """
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        found = json.loads(text) if len(text) <= _MOST_CHARACTERS else None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema is no JSON: {error}") from error
+    text = schema if isinstance(schema, str) else json.dumps(schema)
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"json_schema has {len(text)} characters; it may have {_MOST_CHARACTERS}")
-    if not isinstance(found, dict):
-        raise ValueError("json_schema must be an object")
-    if (levels := _levels(found)) > _MOST_LEVELS:
-        raise ValueError(f"json_schema is {levels} levels deep; it may be {_MOST_LEVELS}")
     try:
-        parts = list(_schemas(found))
-        cost = sum(_check(part, found) for part in parts)
-    except (TypeError, AttributeError) as error:  # such as a number in place of a list
+        found = json.loads(text, parse_int=_integer)
+        cost = sum(map(_check, _schemas(found)))
+        text = json.dumps(found)
+    except (TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"json_schema is no JSON schema: {error}") from error
-    if len(parts) > _MOST_PARTS:
-        raise ValueError(f"json_schema has {len(parts)} schemas in it; it may have {_MOST_PARTS}")
     if cost > _MOST_COST:
-        raise ValueError(f"json_schema has patterns that cost {cost}; simplify them, to {_MOST_COST} together")
-    return json.dumps(found)
+        raise ValueError(
+            f"json_schema has patterns of more than {_MOST_COST} parts, with repetitions written out; simplify them"
+        )
+    return text
 
 
-def _levels(value: Any) -> int:
-    """How deep objects and lists lie in one another, found without recursion."""
-    levels, found = 0, [value]
-    while found := [part for part in found if isinstance(part, (dict, list))]:
-        levels += 1
-        found = [inner for part in found for inner in (part.values() if isinstance(part, dict) else part)]
-    return levels
+def _integer(text: str) -> int:
+    """An integer that xgrammar does not change."""
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**63:
+        raise ValueError(f"json_schema has {text}, an integer of more than 64 bits; make it a text")
+    return int(text)
 
 
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+def _schemas(schema: Any) -> list[dict[str, Any]]:
     """A schema, and all that are in it."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise ValueError(f"json_schema has {json.dumps(schema)} in place of a schema")
-    yield schema
-    inner = [schema[keyword] for keyword in ("items", "additionalProperties") if keyword in schema]
-    for keyword in ("properties", "$defs", "definitions"):
-        if not isinstance(named := schema.get(keyword, {}), dict):
-            raise ValueError(f"json_schema: {keyword} must be an object")
-        inner += named.values()
-    if not (alternatives := schema.get("anyOf", [True])):
-        raise ValueError("json_schema has an anyOf without a schema")
-    for part in (*inner, *alternatives):
-        yield from _schemas(part)
+    found: list[dict[str, Any]] = []
+    levels, level = 0, [schema]
+    while level := [part for part in level if isinstance(part, dict)]:
+        levels, found = levels + 1, found + level
+        if levels > _MOST_LEVELS or len(found) > _MOST_PARTS:
+            raise ValueError(
+                f"json_schema has more than {_MOST_PARTS} schemas in it, or more than {_MOST_LEVELS} in one another; "
+                "simplify it"
+            )
+        level = [inner for part in level for inner in _inner(part)]
+    return found
 
 
-def _check(schema: dict[str, Any], root: dict[str, Any]) -> int:
+def _inner(schema: dict[str, Any]) -> Iterator[Any]:
+    for keyword in ("items", "additionalProperties"):
+        yield schema.get(keyword)
+    for keyword in ("properties", "$defs", "definitions", "anyOf"):
+        several = schema.get(keyword, ())
+        yield from several.values() if isinstance(several, dict) else several
+
+
+def _check(schema: dict[str, Any]) -> int:
     """Check one schema, and write it as xgrammar understands it. Returns the cost of its pattern."""
-    if unknown := sorted(schema.keys() - _KEYWORDS):
-        raise ValueError(f"json_schema has {unknown[0]}, which is not followed here; leave it out")
-    types = schema.get("type", [*_TYPES])
-    types = [types] if isinstance(types, str) else types
-    if not types or (wrong := [each for each in types if each not in _TYPES]):
-        raise ValueError(f"json_schema has the type {wrong[0] if types else types}; give one of {', '.join(_TYPES)}")
-    for values in (schema.get("enum", []), [schema["const"]] if "const" in schema else []):
-        for value in values:
-            _check_value(value, types)
-        if values:  # each has one of the types, as it is seen now
-            schema.pop("type", None)
     said = schema.keys() - _NOTES
-    if len(said) > 1 and (alone := [keyword for keyword in _ALONE if keyword in said]):
-        others = ", ".join(sorted(said - {alone[0]}))
+    if unknown := sorted(said - _KEYWORDS):
+        raise ValueError(f"json_schema has {unknown[0]}, which is not followed here; leave it out")
+    if "type" in said and {"enum", "const"} & said:
+        _check_values(schema)
+        said -= {"type"}
+    if (alone := sorted(said & _ALONE)) and (others := ", ".join(sorted(said - {alone[0]}))):
         raise ValueError(f"json_schema has {others} beside {alone[0]}, which would be ignored; leave one of them out")
-    if "type" not in schema and (untyped := sorted(said & _OF_TYPE.keys())):
-        raise ValueError(f"json_schema has {untyped[0]} without a type; add the type {_OF_TYPE[untyped[0]]}")
-    if unnamed := sorted({*schema.get("required", ())} - {*schema.get("properties", {})}):
-        raise ValueError(f"json_schema requires {unnamed[0]}, which is not in its properties")
-    for keyword in _COUNTS:
-        if not (type(count := schema.get(keyword, 0)) is int and 0 <= count <= _MOST_COUNT):
-            raise ValueError(f"json_schema: {keyword} must be from 0 to {_MOST_COUNT}")
-    if {"minItems", "maxItems"} & said:
+    if types := {_OF_TYPE[keyword] for keyword in said & _OF_TYPE.keys()}:
+        schema.setdefault("type", sorted(types))
+    if said & {"minItems", "maxItems"}:
         schema.setdefault("items", True)  # else xgrammar takes it for none
-    if (reference := schema.get("$ref", "#")) != "#" and _target(reference, root) is None:
-        raise ValueError(f"json_schema has the $ref {reference}, which it does not define in $defs or definitions")
-    if "pattern" not in schema:
+    if unnamed := sorted({*schema.get("required", ())} - {*schema.get("properties", ())}):
+        raise ValueError(f"json_schema requires {unnamed[0]}, which is not in its properties")
+    if schema.get("properties") and schema.get("additionalProperties", False) is not False:
+        raise ValueError(
+            "json_schema has additionalProperties beside properties, whose names could be written again, in escapes; "
+            "leave it out"
+        )
+    if not re.fullmatch(r"#(/(\$defs|definitions)/[^/~%]+)?", reference := schema.get("$ref", "#")):
+        raise ValueError(f"json_schema has the $ref {reference}; refer to $defs or definitions, as in #/$defs/name")
+    if "pattern" not in said:
         return 0
     cost = None if {"minLength", "maxLength"} & said else _cost(schema["pattern"])
     if cost is None:
@@ -151,67 +146,42 @@ def _check(schema: dict[str, Any], root: dict[str, Any]) -> int:
     return cost
 
 
-def _check_value(value: Any, types: Sequence[str]) -> None:
-    """Check that a value of an enum has one of the types, and no number in it that xgrammar changes."""
-    kinds = {kind for name in types for kind in _TYPES[name]}
-    if type(value) not in kinds:
-        raise ValueError(f"json_schema has {json.dumps(value)}, which is not of its type {', '.join(types)}")
-    found = [value]
-    while found:
-        one = found.pop()
-        if type(one) is int and not -(2**63) <= one < 2**63:
-            raise ValueError(f"json_schema has {one}, an integer of more than 64 bits; make it a text")
-        found += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+def _check_values(schema: dict[str, Any]) -> None:
+    """Check that the values of a schema have its type, which xgrammar ignores beside them."""
+    types = {schema["type"]} if isinstance(schema["type"], str) else {*schema["type"]}
+    for value in schema.get("enum", [schema.get("const")]):
+        if not types & _TYPES[type(value)]:
+            wrong = f"{json.dumps(value)}, which is not of its type {', '.join(sorted(types))}"
+            raise ValueError(f"json_schema has {wrong}; leave it out")
 
 
-def _cost(pattern: Any) -> int | None:
-    """The length of a pattern with its repetitions written out; None if it cannot be followed.
+def _cost(pattern: str) -> int | None:
+    """The length of a pattern with its repetitions written out; None if it cannot be followed."""
+    # Beside other characters than ASCII's, these stand for quotation marks, too.
+    wrong = () if pattern.isascii() else (".", "[^")
+    text = _ESCAPED.sub(_ONE, pattern).replace("(?:", "(")
+    text = _PART.sub(lambda part: _ONE if part["one"] and not part[0].startswith(wrong) else part[0], text)
+    for _ in range(_MOST_LEVELS):
+        text = _INNERMOST.sub(_written_out, text)
+    return text.count(_ONE) + text.count(_REPEATED) if _FLAT.fullmatch(text) else None
+
+
+def _written_out(found: re.Match[str]) -> str:
+    """A part or a group, as often as it may come.
 
     A counted repetition of repetitions costs the square of its count, because a text can be split among them in many
     ways.
     """
-    if not isinstance(pattern, str):
-        return None
-    # For each open group, its cost so far, and whether it has a repetition; the last part's. And what that part is.
-    open_groups, repeated, is_nested, previous, place = [(0, False)], 0, False, "bar", 0
-    while place < len(pattern):
-        if (part := _PART.match(pattern, place)) is None:
-            return None
-        place, kind = part.end(), part.lastgroup or "one"
-        cost, has_repetition = open_groups[-1]
-        if kind == "edge":  # elsewhere, it would be ignored
-            is_last = part[0] == "$" and pattern[place : place + 1] in ("", "|")
-            if len(open_groups) > 1 or not (is_last or (part[0] == "^" and previous == "bar")):
-                return None
-        elif kind == "group":
-            open_groups.append((0, False))
-        elif kind == "end":
-            if len(open_groups) == 1:
-                return None
-            repeated, is_nested = open_groups.pop()
-            cost, has_repetition = open_groups[-1]
-            open_groups[-1] = cost + repeated, has_repetition or is_nested
-        elif kind == "times":
-            if previous not in ("one", "end") or not repeated:
-                return None
-            least, comma, most = part[0].strip("{}").partition(",")
-            is_counted = (most if comma else least).isdigit()
-            count = max(1, int((most if is_counted else least).strip("?*+") or least.strip("?*+") or 1))
-            times = count if is_counted else count * _COST_OF_CHOICE
-            open_groups[-1] = cost + repeated * ((times**2 if is_nested and is_counted else times) - 1), True
-        elif kind == "one":
-            # Beside other characters than ASCII's, these stand for quotation marks, too.
-            if not pattern.isascii() and part[0].startswith((".", "[^")):
-                return None
-            repeated, is_nested = 1, False
-            open_groups[-1] = cost + 1, has_repetition
-        previous = kind
-    return open_groups[0][0] if len(open_groups) == 1 else None
-
-
-def _target(reference: Any, root: dict[str, Any]) -> Any:
-    found = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(reference))
-    return root.get(found[1], {}).get(found[2]) if found else None
+    parts, times = re.sub("[(|)]", "", found[1]), found[2]
+    if not times:
+        return parts
+    *_, last = re.findall(r"\d+", times) or ["1"]
+    count = max(1, int(last))
+    if not times[-2:-1].isdigit():  # without a largest number
+        count *= _COST_OF_CHOICE
+    elif _REPEATED in parts:
+        count **= 2
+    return _REPEATED * min(len(parts) * count, _MOST_COST + 1)
 
 
 class Schemas:
@@ -296,6 +266,11 @@ class Guide:
         mask = self._schemas.after(self._begun)
         words = self._bits[0].to(mask.device)  # a bit a token is what travels
         return (words[:, None] >> self._schemas.places & 1).bool().flatten()[: len(mask)] & mask
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is whole, though it might go on."""
+        return bool(self._matcher.is_completed())
 
     def take(self, token: int) -> bool:
         """Go on from a token that was allowed. Whether another one follows.
