@@ -10,6 +10,8 @@ from models.kernels.float8 import check_float8, to_float8
 from models.kernels.operators import matrix_vector
 
 _LARGEST = 127
+# So that rows of zeros have a scale.
+_LEAST = 1e-12
 
 
 def quantize(model: nn.Module, quantization: str) -> None:
@@ -56,5 +58,5 @@ def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     rows and values: [rows, columns], scales: [rows, 1].
     """
-    scales = rows.abs().amax(1, keepdim=True).float() / _LARGEST
-    return (rows.float() / scales).nan_to_num().round().to(torch.int8), scales  # rows of zeros have the scale 0
+    scales = rows.abs().amax(1, keepdim=True).float().clamp(min=_LEAST) / _LARGEST
+    return (rows.float() / scales).round().to(torch.int8), scales
