@@ -25,6 +25,7 @@ from handed_over import SIZE, Codes, Forgetful, description, shapes
 from handed_over_calls import CASES, Call, attributed
 from hypothesis import given
 from hypothesis import strategies as st
+from test_quantization import TORCHAO
 from torch import nn
 
 from compile_cache.calls.pickling import hand_over, receive
@@ -32,8 +33,6 @@ from compile_cache.calls.torch_call import call_region, serve_by
 from compile_cache.errors import NotHandedOver
 
 PROJECT = Path(__file__).parent.parent
-# Beside the virtual environment's own packages, where `make` puts it: boots would import it where they find it.
-TORCHAO = PROJECT / ".venv" / "quantize"
 
 
 @pytest.fixture(scope="module")

@@ -189,6 +189,11 @@ def test_a_checkpoint_that_is_quantized_already_is_refused(changed, method):
         changed("config.json", quantization_config={"quant_method": method, "bits": 4})
 
 
+def test_quantizing_without_torchao_says_what_to_install():
+    with pytest.raises(ValueError, match=r"pip install '.\[quantize\]' in a checkout"):
+        TextModel.load(str(DEMO), None, replace(SETTINGS, quantize="int8"))
+
+
 @pytest.mark.parametrize("environ", [{}, {"MODEL": " ", "CACHE_TOKENS": "", "PROMPT_BUCKETS": "", "QUANTIZE": ""}])
 def test_nothing_set_is_the_demo_model_with_its_own_lengths(environ):
     assert TextSettings.from_env(environ) == TextSettings(DEMO_MODEL, None, (), None)

@@ -1,17 +1,15 @@
-"""Weights of 8 bits: half the bytes of bf16, but not the numbers that the model's authors published."""
+"""Weights of 8 bits, made by torchao: half the bytes of bf16, but not the numbers that the model's authors
+published."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import torch.nn.functional as F  # noqa: N812, as everybody calls it
 from torch import Tensor, nn
 
-from models.kernels.float8 import check_float8, to_float8
+from models.kernels.float8 import check_float8
 from models.kernels.operators import matrix_vector
-
-_LARGEST = 127
-# So that rows of zeros have a scale.
-_LEAST = 1e-12
 
 
 def quantize(model: nn.Module, quantization: str) -> None:
@@ -21,42 +19,54 @@ def quantize(model: nn.Module, quantization: str) -> None:
     token.
 
     Raises:
-        ValueError: the GPU has no fp8.
+        ValueError: torchao is not installed, or the GPU has no fp8.
     """
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        remedy = "pip install '.[quantize]' in a checkout of cog-compile-cache"
+        raise ValueError(f"QUANTIZE={quantization} needs torchao: {remedy}") from error
     if quantization == "fp8":
         check_float8("QUANTIZE=fp8", "Use int8")
+    # Otherwise torchao would change Inductor's settings in this process, which the key already has.
+    config: Any = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[quantization](set_inductor_config=False)
     output = model.get_output_embeddings()  # type: ignore[operator]
+    quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child is not output:
-                setattr(parent, name, QuantizedLinear(child, quantization))
+                setattr(parent, name, QuantizedLinear(child))
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a weight of int8 or float8, [out_features, in_features], and a scale, [out_features, 1], of
-    float32."""
+    """A linear layer that keeps a weight of torchao's class as plain tensors.
 
-    weight: Tensor
-    scale: Tensor
+    torch can store guards on plain tensors, but not on that class. So a region with this layer can be precompiled.
+    """
 
-    def __init__(self, linear: nn.Linear, quantization: str) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        convert = to_float8 if quantization == "fp8" else _to_int8
-        for name, part in zip(("weight", "scale"), convert(linear.weight.detach()), strict=True):
-            self.register_buffer(name, part)
+        weight: Any = linear.weight
+        names, self._rest = weight.__tensor_flatten__()
+        self._names = tuple(names)
+        self._kind = type(weight)
+        for name in names:
+            self.register_buffer(name, getattr(weight, name).detach())
         self.bias = linear.bias
+        self._columns = linear.in_features
+        zero_point = getattr(weight, "zero_point", None)
+        has_row_scales = weight.scale.shape == (linear.out_features, 1) and weight.qdata.is_contiguous()
+        self._is_scaled_matrix = has_row_scales and (zero_point is None or not zero_point.any())
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in torchao's class."""
+        parts = {name: getattr(self, name) for name in self._names}
+        weight: Tensor = self._kind.__tensor_unflatten__(parts, self._rest, None, None)
+        return weight
 
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs and result: [..., size]."""
-        if inputs.numel() == self.weight.shape[1] and inputs.dim() == 3:
-            return matrix_vector(inputs, self.weight, self.scale, self.bias)
-        return F.linear(inputs, (self.weight.float() * self.scale).to(inputs.dtype), self.bias)
-
-
-def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of int8 and scales of float32. Their product is about `rows`.
-
-    rows and values: [rows, columns], scales: [rows, 1].
-    """
-    scales = rows.abs().amax(1, keepdim=True).float().clamp(min=_LEAST) / _LARGEST
-    return (rows.float() / scales).round().to(torch.int8), scales
+        if self._is_scaled_matrix and inputs.numel() == self._columns and inputs.dim() == 3:
+            return matrix_vector(inputs, self.qdata, self.scale, self.bias)
+        return F.linear(inputs, self.weight, self.bias)
