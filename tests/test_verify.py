@@ -63,7 +63,7 @@ ROWS = {
     "a flipped bit, and only the head is read": Row(SOUND, "", flip_last, is_large=True, whole=False),
     **{f"cut to {size} bytes": Row(DAMAGED, r"\w", lambda pack, size=size: pack[:size]) for size in (0, 5, 60, 300)},
     "no pack": Row(DAMAGED, "does not begin like a pack", lambda pack: b"hello" * 100),
-    "a later format": Row(REFUSED, "format 3", lambda pack: pack[:16] + struct.pack("<I", 3) + pack[20:]),
+    "a later format": Row(REFUSED, "format 4", lambda pack: pack[:16] + struct.pack("<I", 4) + pack[20:]),
     **{
         f"beyond {limits}": Row(REFUSED, r"\w", rules=Rules(limits), is_large=True)
         for limits in (Limits(size_bytes=1000), Limits(manifest_bytes=100))

@@ -10,10 +10,11 @@ from pathlib import Path
 from compile_cache.errors import PackError, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import ROOT, read_catalog, read_record
+from compile_cache.storage.pack.format import READ_BYTES
 from compile_cache.storage.rules import Rules, read_stored_head, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.transfer import READ_BYTES
+from compile_cache.storage.stores.transfer import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,9 @@ def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rule
     read_stored_head(source, pack, rules)  # if the head is refused, the rest need not be read
     local = folder / pack.name
     local.parent.mkdir(parents=True)
+    stored = Part(source, pack.name, 0, pack.size_bytes)
     with local.open("wb") as file:
-        for start in range(0, pack.size_bytes, READ_BYTES):
-            file.write(source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start)))
+        while piece := stored.read(READ_BYTES):
+            file.write(piece)
     verify_pack(LocalStore(folder), pack, rules)
     return local

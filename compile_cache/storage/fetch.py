@@ -14,11 +14,11 @@ from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, Refus
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Version, read_catalog
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept
-from compile_cache.storage.pack.format import Run, runs, unpack_run
+from compile_cache.storage.pack.format import Run, runs, unpack
 from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
 from compile_cache.storage.rules import Rules, StoredPack, read_stored_head, too_many
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads, read_pieces
+from compile_cache.storage.stores.transfer import Part, in_daemon_threads
 
 _MOST_LISTINGS = 5
 _MOST_PREDECESSORS = 3
@@ -245,8 +245,7 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
     stored_bytes = 0
     for pack, chosen in selection.needed:
         owners |= {path: file.owner for path, file in chosen.items()}
-        stored_bytes += pack.head.start
-        stored_bytes += sum(group[-1].end - group[0].start for group in _groups(pack, chosen))
+        stored_bytes += pack.head.start + sum(run.end - run.start for run in runs(pack.head, chosen))
     names = tuple(pack.entry.name for pack, _ in selection.needed)
     return Fetched(owners, names, selection.refused, stored_bytes)
 
@@ -282,32 +281,15 @@ def _unpack(
     empty_folder(inbox)  # only what this round verifies is installed
     failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
-    def work(task: tuple[StoredPack, Chosen, list[Run]]) -> None:
-        pack, chosen, group = task
+    def work(task: tuple[StoredPack, Chosen, Run]) -> None:
+        pack, chosen, run = task
         if pack.entry.name in failures:
             return
-        sizes = [size_bytes for run in group for size_bytes in run.frame_sizes]
-        frames = read_pieces(store, pack.entry.name, group[0].start, sizes)
         folder = inbox / os.path.basename(pack.entry.name).partition(".")[0]
         try:
-            for run in group:
-                unpack_run(frames, run, folder, chosen)
+            unpack(Part(store, pack.entry.name, run.start, run.end), run.files, folder, chosen)
         except (PackError, StoreError) as error:
             failures[pack.entry.name] = pack, error
 
-    in_daemon_threads(work, [(pack, chosen, group) for pack, chosen in needed for group in _groups(pack, chosen)])
+    in_daemon_threads(work, [(pack, chosen, run) for pack, chosen in needed for run in runs(pack.head, chosen)])
     return list(failures.values())
-
-
-def _groups(pack: StoredPack, chosen: Chosen) -> Iterator[list[Run]]:
-    """The runs that hold the chosen files, with neighbours grouped into one request."""
-    group: list[Run] = []
-    for run in runs(pack.head):
-        if not any(file.path in chosen for file in run.files):
-            continue
-        if group and (run.start != group[-1].end or run.end - group[0].start > READ_BYTES):
-            yield group
-            group = []
-        group.append(run)
-    if group:
-        yield group

@@ -261,10 +261,6 @@ def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
             yield part
             part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)
         part.append(source)
-        size_bytes += _size_bytes(source)
+        size_bytes += source.size_bytes
     if part:
         yield part
-
-
-def _size_bytes(source: Source) -> int:
-    return source.local.stat().st_size if source.local.exists() else 0

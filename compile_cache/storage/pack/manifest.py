@@ -12,11 +12,6 @@ from msgspec import Meta
 from compile_cache.errors import PackError, PackForbidden
 from compile_cache.key.cache_key import CacheKey
 
-FRAME_BYTES: Final = 1 << 20
-
-# A frame that claims more is padded: ZSTD_COMPRESSBOUND of 1 MiB, from zstd.h.
-_STORED_FRAME_BYTES: Final = FRAME_BYTES + FRAME_BYTES // 256
-
 _PATH_BYTES = 1024
 _PATH_PARTS = 32
 _NAME_BYTES = 255  # NAME_MAX, limits.h
@@ -43,10 +38,10 @@ class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One zstd frame: its length in the pack, and its unpacked length of at most 1 MiB."""
+    """One zstd frame: its length in the pack, and its files, one after the other."""
 
-    stored_bytes: Annotated[int, Meta(ge=1, le=_STORED_FRAME_BYTES)]
-    size_bytes: Annotated[int, Meta(ge=1, le=FRAME_BYTES)]
+    stored_bytes: Size
+    files: tuple[PackFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +58,17 @@ class Limits:
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a pack. The frames have the files one after the other, in this order."""
+    """The content of a pack."""
 
     key: CacheKey
-    files: tuple[PackFile, ...]
     frames: tuple[Frame, ...]
     creator: str
     created_s: Annotated[float, Meta(ge=0, lt=_LATEST_S)]
+
+    @property
+    def files(self) -> list[PackFile]:
+        """The files of all frames, in their order."""
+        return [file for frame in self.frames for file in frame.files]
 
     @property
     def size_bytes(self) -> int:
@@ -98,8 +97,6 @@ def parse_manifest(text: bytes | bytearray, limits: Limits) -> Manifest:
 def _check(manifest: Manifest, limits: Limits) -> None:
     if manifest.size_bytes > limits.size_bytes:
         raise PackForbidden(f"it unpacks to {manifest.size_bytes} bytes; {limits.size_bytes} are allowed")
-    if manifest.size_bytes != sum(frame.size_bytes for frame in manifest.frames):
-        raise PackError("its files do not match its frames in size")
     key = manifest.key
     _check_line(manifest.creator, _CREATOR_BYTES, "creator")
     for part in (key.environment, key.model_name, key.model_version):

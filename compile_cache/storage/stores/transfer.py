@@ -9,8 +9,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeVar
 
 from compile_cache.errors import StoreUnavailable
@@ -19,8 +20,6 @@ from compile_cache.storage.stores.base import ReadableStore
 _T = TypeVar("_T")
 
 THREADS = 8
-# Eight threads hold 32 MB in memory.
-READ_BYTES = 4 << 20
 
 _ATTEMPTS = 3
 # A read that failed more slowly is not repeated, because a restore's time is limited.
@@ -75,44 +74,41 @@ def within_limit(what: str, size_bytes: int, work: Callable[[], _T]) -> _T:
     return done.result()
 
 
-def read_pieces(store: ReadableStore, name: str, start: int, sizes: Sequence[int]) -> Iterator[bytes]:
-    """The pieces of an object that begin at `start` and have these sizes, in requests of at most 4 MiB.
+@dataclass(slots=True)
+class Part:
+    """The bytes of an object from `start` to `end`, as a file. The object is at least that long by its listing."""
 
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    end = start + sum(sizes)
-    buffer = memoryview(b"")
-    for size_bytes in sizes:
-        while len(buffer) < size_bytes:
-            position = start + len(buffer)
-            more = read_exactly(store, name, position, min(READ_BYTES, end - position))
-            buffer = memoryview(bytes(buffer) + more)
-        yield bytes(buffer[:size_bytes])
-        buffer = buffer[size_bytes:]
-        start += size_bytes
+    store: ReadableStore
+    name: str
+    start: int
+    end: int
 
+    def read(self, size_bytes: int) -> bytes:
+        """The next bytes: exactly `size_bytes`, or all up to the end. A read that breaks off is repeated; boto3 repeats
+        only until the answer begins.
 
-def read_exactly(store: ReadableStore, name: str, start: int, size_bytes: int) -> bytes:
-    """Exactly `size_bytes` of an object, which is at least that long by its listing. A read that breaks off is
-    repeated; boto3 repeats only until the answer begins.
-
-    Raises:
-        StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
-        StoreError: the object cannot be read.
-    """
-    data = b""
-    started = time.monotonic()
-    for attempt in range(_ATTEMPTS):
-        try:
-            data = store.read(name, start, size_bytes)
-        except StoreUnavailable:
-            if attempt == _ATTEMPTS - 1 or time.monotonic() - started > _LONGEST_REPEATED_S:
-                raise
-            continue
-        if len(data) >= size_bytes:
-            return data[:size_bytes]
-    raise StoreUnavailable(f"cannot get {name}: the store sent {len(data)} of {size_bytes} bytes from {start} on")
+        Raises:
+            StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
+            StoreError: the object cannot be read.
+        """
+        size_bytes = min(size_bytes, self.end - self.start)
+        if not size_bytes:
+            return b""
+        data = b""
+        started = time.monotonic()
+        for attempt in range(_ATTEMPTS):
+            try:
+                data = self.store.read(self.name, self.start, size_bytes)
+            except StoreUnavailable:
+                if attempt == _ATTEMPTS - 1 or time.monotonic() - started > _LONGEST_REPEATED_S:
+                    raise
+                continue
+            if len(data) >= size_bytes:
+                self.start += size_bytes
+                return data[:size_bytes]
+        raise StoreUnavailable(
+            f"cannot get {self.name}: the store sent {len(data)} of {size_bytes} bytes from {self.start} on"
+        )
 
 
 def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
