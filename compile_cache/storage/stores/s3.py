@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first
+from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first, translated
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ class S3Store:
 
     def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
-        if size_bytes == 0:
-            return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
         what = f"get {name} from {self.location}"
         with _translated(what):
             return within_limit(what, size_bytes, lambda: self._read(what, name, start, size_bytes))
@@ -130,16 +128,9 @@ def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turn botocore's errors into the store's errors. Only here."""
-    try:
-        yield
+def _translated(what: str) -> AbstractContextManager[None]:
     # ValueError: an endpoint that is not a URL. RecursionError: botocore asks again for a region that is not named.
-    except (BotoCoreError, ClientError, ValueError, OSError, RecursionError) as error:
-        kind, told = _meaning(error)
-        error.args = tuple(redacted(part) if isinstance(part, str) else part for part in error.args)
-        raise kind(f"cannot {what}: {told}") from error
+    return translated(what, (BotoCoreError, ClientError, ValueError, OSError, RecursionError), _meaning)
 
 
 def _meaning(error: Exception) -> tuple[type[StoreError], str]:
