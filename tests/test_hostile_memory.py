@@ -134,10 +134,10 @@ def look_and_measure(folder: str, *trusted: str) -> list[int]:
     def look(key: CacheKey) -> tuple[int, int]:
         packs = PacksOfKey(store, key, Rules(Limits(packs=PACKS), TrustedKeys(trusted)))
         packs.refresh()
-        selection = packs.select()
-        if not selection.needed:
+        needed = packs.select()
+        if not needed:
             fetch(packs, directory.inbox)
-        return sum(len(chosen) for _, chosen in selection.needed), len(selection.refused)
+        return sum(len(chosen) for _, chosen in needed), len(packs.refused)
 
     look(CacheKey("nothing", "is", "stored"))
     before = begin_measuring()

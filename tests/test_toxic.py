@@ -249,7 +249,7 @@ class Published:
         """What the next boot on another host gets; fails if anything is listed that is not whole."""
         fetched = self.healthy.fetch()
         assert fetched.refused == ()
-        return {path: next(self.healthy.directory.inbox.glob(f"*/{path}")).read_bytes() for path in fetched.files}
+        return {path: (self.healthy.directory.inbox / path).read_bytes() for path in fetched.files}
 
 
 @pytest.fixture

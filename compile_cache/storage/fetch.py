@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, RefusedPack, StoreError, StoreUnavailable
+from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import Version, read_catalog
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept
@@ -26,14 +26,6 @@ _MOST_PREDECESSORS = 3
 
 # The files that are taken from a pack, by path.
 Chosen = Mapping[str, PackFile]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The sum of a key's packs: those that have chosen files, and these. `refused` packs are left out."""
-
-    needed: Sequence[tuple[StoredPack, Chosen]]
-    refused: tuple[RefusedPack, ...]
 
 
 class PacksOfKey:
@@ -52,13 +44,20 @@ class PacksOfKey:
         self.known: dict[str, StoredPack] = {}
         self.uses: set[str] = set()
         self.seen: set[tuple[str, str]] = set()
-        # Packs that count as absent, by name, with the kind of error.
-        self._refused: dict[str, tuple[RefusedPack, type[Exception]]] = {}
+        # Packs that count as absent, by name, and those beyond the number that is used.
+        self._refused: dict[str, PackError | StoreError] = {}
+        self._unread: set[str] = set()
 
     @property
     def is_fully_known(self) -> bool:
         """Whether the store has answered for every listed pack, with its head or with a final refusal."""
-        return not any(issubclass(kind, StoreUnavailable) for _, kind in self._refused.values())
+        return not any(isinstance(error, StoreUnavailable) for error in self._refused.values())
+
+    @property
+    def refused(self) -> tuple[RefusedPack, ...]:
+        """The packs that are left out, with the reasons."""
+        unread = (RefusedPack(name, too_many(self.rules.limits), is_final=False) for name in self._unread)
+        return (*(RefusedPack.after(name, error) for name, error in self._refused.items()), *unread)
 
     @property
     def is_full(self) -> bool:
@@ -82,20 +81,20 @@ class PacksOfKey:
         Raises:
             StoreError: the store cannot be listed.
         """
-        vanished: Sequence[str] = ()
         for _ in range(_MOST_LISTINGS):
-            before, vanished = vanished, self._look()
-            if not set(vanished) - set(before):
-                break  # the store lists this pack but does not have it, so it was not merged
-        for name in vanished:
-            self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
+            before = self._vanished()
+            self._look()
+            if self._vanished() <= before:
+                break  # the store lists these packs but does not have them, so they were not merged
 
-    def _look(self) -> Sequence[str]:
-        """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
+    def _vanished(self) -> set[str]:
+        return {name for name, error in self._refused.items() if isinstance(error, ObjectNotFound)}
+
+    def _look(self) -> None:
+        """List once, and read the heads of new packs."""
         entries = self.list()
         found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
-        vanished: list[str] = []
-        self._refused = {name: refused for name, refused in self._refused.items() if refused[0].is_final}
+        self._refused = {name: error for name, error in self._refused.items() if isinstance(error, PackError)}
         most = self.rules.limits.packs
 
         def look(entry: StoredObject) -> None:
@@ -103,18 +102,14 @@ class PacksOfKey:
                 return  # the oldest are read first
             try:
                 found[entry.name] = StoredPack(entry, read_stored_head(self.store, entry, self.rules))
-            except ObjectNotFound:
-                vanished.append(entry.name)
             except (PackError, StoreError) as error:
-                self._refuse(entry.name, error)
+                self._refused[entry.name] = error
 
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
         self.known = dict([(entry.name, found[entry.name]) for entry in entries if entry.name in found][:most])
-        for name in {entry.name for entry in entries} - self.known.keys() - self._refused.keys() - {*vanished}:
-            self._refused[name] = RefusedPack(name, too_many(self.rules.limits), is_final=False), PackForbidden
+        self._unread = {entry.name for entry in entries} - self.known.keys() - self._refused.keys()
         self.seen |= self._files()
-        return vanished
 
     def _files(self) -> set[tuple[str, str]]:
         return {pair for pack in self.known.values() for pair in _keys_and_paths(pack)}
@@ -130,20 +125,17 @@ class PacksOfKey:
         pack = self.known.pop(entry.name, None)
         if pack is not None and isinstance(error, PackError):
             self.seen -= _keys_and_paths(pack) - self._files()
-        self._refuse(entry.name, error)
+        self._refused[entry.name] = error
 
-    def _refuse(self, name: str, error: PackError | StoreError) -> None:
-        self._refused[name] = RefusedPack.after(name, error), type(error)
-
-    def select(self) -> Selection:
-        """The files to restore."""
+    def select(self) -> Sequence[tuple[StoredPack, Chosen]]:
+        """The files to restore, and the packs that have them."""
         chosen = choose([pack.head.manifest for pack in self.known.values()])
         paths = set[str]().union(*chosen)
         needed = []
         for pack, files in zip(self.known.values(), chosen, strict=True):
             if whole := {path: file for path, file in files.items() if not _lacks_binary(path, paths)}:
                 needed.append((pack, whole))
-        return Selection(needed, tuple(refused for refused, _ in self._refused.values()))
+        return needed
 
 
 def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:
@@ -208,8 +200,8 @@ def kept_files(packs: Iterable[StoredPack]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified files: their owners, by the path inside the cache directory, which does not have them yet. Each lies in
-    the inbox, in the folder of its pack. They came from the objects `packs`."""
+    """Verified files in the inbox: their owners, by the path inside the cache directory, which does not have them yet.
+    They came from the objects `packs`."""
 
     files: Mapping[str, str] = field(default_factory=dict)
     packs: tuple[str, ...] = ()
@@ -232,8 +224,8 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
     packs.refresh()
     listings = 1
     while True:
-        selection = packs.select()
-        failures = _unpack(packs.store, inbox, selection.needed) if inbox else ()
+        needed = packs.select()
+        failures = _unpack(packs.store, inbox, needed) if inbox else ()
         if not failures:
             break
         for pack, error in failures:
@@ -243,11 +235,11 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
             packs.refresh()
     owners: dict[str, str] = {}
     stored_bytes = 0
-    for pack, chosen in selection.needed:
+    for pack, chosen in needed:
         owners |= {path: file.owner for path, file in chosen.items()}
         stored_bytes += pack.head.start + sum(run.end - run.start for run in runs(pack.head, chosen))
-    names = tuple(pack.entry.name for pack, _ in selection.needed)
-    return Fetched(owners, names, selection.refused, stored_bytes)
+    names = tuple(pack.entry.name for pack, _ in needed)
+    return Fetched(owners, names, packs.refused, stored_bytes)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
@@ -259,8 +251,7 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
     if fetched.seeded_from:
         directory.ledger.plant(fetched.files)
     directory.ledger.expect(fetched.files)
-    for folder in directory.inbox.iterdir():
-        _move_into(str(folder), str(directory.path))
+    _move_into(str(directory.inbox), str(directory.path))
     return len(fetched.files)
 
 
@@ -276,8 +267,7 @@ def _move_into(source: str, target: str) -> None:
 def _unpack(
     store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, Chosen]]
 ) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
-    """Unpack the runs that hold the chosen files of each pack, each pack into its own folder of the emptied inbox.
-    Returns the packs that failed, with their errors."""
+    """Unpack the chosen files of each pack into the emptied inbox. Returns the packs that failed, with their errors."""
     empty_folder(inbox)  # only what this round verifies is installed
     failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
@@ -285,9 +275,8 @@ def _unpack(
         pack, chosen, run = task
         if pack.entry.name in failures:
             return
-        folder = inbox / os.path.basename(pack.entry.name).partition(".")[0]
         try:
-            unpack(Part(store, pack.entry.name, run.start, run.end), run.files, folder, chosen)
+            unpack(Part(store, pack.entry.name, run.start, run.end), run.files, inbox, chosen)
         except (PackError, StoreError) as error:
             failures[pack.entry.name] = pack, error
 
