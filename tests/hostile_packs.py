@@ -24,7 +24,7 @@ from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.rules import Rules, read_stored_head
 from compile_cache.storage.stores.base import StoredObject
-from compile_cache.storage.stores.transfer import Part
+from compile_cache.storage.stores.transfer import open_part
 
 MIB = 1 << 20
 KEY = CacheKey("environment", "model", "version")
@@ -139,7 +139,7 @@ def restore(
     entry = StoredObject(KEY.prefix + name, len(content), 0.0)
     head = read_stored_head(store, entry, Rules(limits, trusted or TrustedKeys()))
     for run in runs(head):
-        unpack(Part(store, name, run.start, run.end), run.files, folder)
+        unpack(open_part(store, name, run.start, run.end), run.files, folder)
     return head
 
 

@@ -430,9 +430,8 @@ def paths_of(pack: Path) -> list[str]:
     from compile_cache.storage.pack.manifest import Limits
     from compile_cache.storage.pack.signing import TrustedKeys
 
-    content = pack.read_bytes()
-    head = read_head(content, pack.name, Limits(), TrustedKeys())
-    return [file.path for file in head.manifest.files]
+    with pack.open("rb") as stored:
+        return [file.path for file in read_head(stored, pack.name, Limits(), TrustedKeys()).manifest.files]
 
 
 def unrepeated() -> dict[str, Any]:

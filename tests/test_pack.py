@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +20,9 @@ from programs import run_program
 
 from compile_cache.errors import PackError
 from compile_cache.storage.pack.format import (
-    HEADER_BYTES,
     PACK_NAME,
     Head,
     Pack,
-    parse_header,
     read_head,
     runs,
     unpack,
@@ -31,7 +30,7 @@ from compile_cache.storage.pack.format import (
 )
 from compile_cache.storage.pack.manifest import Frame, Limits, Manifest, PackFile
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
-from compile_cache.storage.stores.transfer import Part
+from compile_cache.storage.stores.transfer import open_part
 
 LIMITS = Limits(size_bytes=64 * MIB, manifest_bytes=4 * MIB)
 ANYBODY = TrustedKeys()
@@ -50,7 +49,7 @@ def head_of(pack: Pack) -> Head:
 
 def read_whole_head(content: bytes, limits: Limits = LIMITS, trusted: TrustedKeys = ANYBODY) -> Head:
     """The head of an honest pack, under its right name."""
-    return read_head(content, name_of(content), limits, trusted)
+    return read_head(io.BytesIO(content), name_of(content), limits, trusted)
 
 
 # What goes in comes out.
@@ -159,12 +158,13 @@ def test_a_pack_is_one_zstd_stream_of_manifest_and_files_in_frames_that_are_wher
 def test_the_head_is_readable_from_the_first_bytes_alone(tmp_path):
     pack = pack_up(tmp_path, SMALL, OURS)
     content = pack.local.read_bytes()
-    needed = parse_header(content[:HEADER_BYTES], LIMITS).end
-    head = read_head(content[:needed], pack.name, LIMITS, ANYBODY)
-    assert head == read_head(content, pack.name, LIMITS, ANYBODY) == head_of(pack)
+    file = io.BytesIO(content)
+    head = read_head(file, pack.name, LIMITS, ANYBODY)
+    assert head == head_of(pack)
+    needed = file.tell()
     assert head.start == needed < head.stored_bytes == len(content)
     with pytest.raises(PackError, match="ends before the end of its signature"):
-        read_head(content[: needed - 1], pack.name, LIMITS, ANYBODY)
+        read_head(io.BytesIO(content[: needed - 1]), pack.name, LIMITS, ANYBODY)
 
 
 # Runs.
@@ -201,7 +201,7 @@ def test_small_files_share_a_frame_a_large_one_has_its_own_and_each_is_unpacked_
     assert paths == [["a"], ["large"], ["z", "nothing"]]
     for number, frame in enumerate(head.manifest.frames):
         (run,) = runs(head, {frame.files[0].path})
-        unpack(Part(OneObject(content), pack.name, run.start, run.end), run.files, tmp_path / f"{number}")
+        unpack(open_part(OneObject(content), pack.name, run.start, run.end), run.files, tmp_path / f"{number}")
         assert read_files(tmp_path / f"{number}") == {file.path: LARGE[file.path] for file in frame.files}
 
 
@@ -212,8 +212,7 @@ from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.format import read_head, runs, unpack
 from compile_cache.storage.pack.signing import TrustedKeys
 with open(sys.argv[1], "rb") as file:
-    beginning = file.read(1 << 20)
-    head = read_head(beginning, sys.argv[2], Limits(), TrustedKeys())
+    head = read_head(file, sys.argv[2], Limits(), TrustedKeys())
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
     file.seek(head.start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from compile_cache.storage.pack.format import READ_BYTES
 from compile_cache.storage.rules import Rules, read_stored_head, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.transfer import Part
+from compile_cache.storage.stores.transfer import open_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,7 @@ def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rule
     read_stored_head(source, pack, rules)  # if the head is refused, the rest need not be read
     local = folder / pack.name
     local.parent.mkdir(parents=True)
-    stored = Part(source, pack.name, 0, pack.size_bytes)
     with local.open("wb") as file:
-        while piece := stored.read(READ_BYTES):
-            file.write(piece)
+        shutil.copyfileobj(open_part(source, pack.name, 0, pack.size_bytes), file, READ_BYTES)
     verify_pack(LocalStore(folder), pack, rules)
     return local

@@ -18,7 +18,7 @@ from compile_cache.storage.pack.format import Run, runs, unpack
 from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
 from compile_cache.storage.rules import Rules, StoredPack, read_stored_head, too_many
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.stores.transfer import Part, in_daemon_threads
+from compile_cache.storage.stores.transfer import in_daemon_threads, open_part
 
 _MOST_LISTINGS = 5
 _MOST_PREDECESSORS = 3
@@ -276,7 +276,7 @@ def _unpack(
         if pack.entry.name in failures:
             return
         try:
-            unpack(Part(store, pack.entry.name, run.start, run.end), run.files, inbox, chosen)
+            unpack(open_part(store, pack.entry.name, run.start, run.end), run.files, inbox, chosen)
         except (PackError, StoreError) as error:
             failures[pack.entry.name] = pack, error
 

@@ -107,7 +107,7 @@ class Publication:
         pack = write_pack(folder, self.packs.key, sources, creator, rules.signer)
         try:
             with pack.local.open("rb") as file:
-                read_head(file.read(pack.start), pack.name, rules.limits, rules.trusted)
+                read_head(file, pack.name, rules.limits, rules.trusted)
         except PackError:
             pack.local.unlink()
             raise

@@ -10,11 +10,11 @@ from enum import StrEnum
 
 from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.storage.pack.format import Head, parse_header, read_head, runs, unpack
+from compile_cache.storage.pack.format import Head, read_head, runs, unpack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer, TrustedKeys
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.stores.transfer import Part, in_daemon_threads
+from compile_cache.storage.stores.transfer import in_daemon_threads, open_part
 
 # The first read of a pack, which gets the head of most.
 HEAD_READ_BYTES = 256 << 10
@@ -70,11 +70,9 @@ def read_stored_head(store: ReadableStore, entry: StoredObject, rules: Rules) ->
         PackError: the pack is damaged. The message says how.
         StoreError: the pack cannot be read.
     """
-    stored = Part(store, entry.name, 0, entry.size_bytes)
-    content = stored.read(HEAD_READ_BYTES)
-    content += stored.read(max(0, parse_header(content, rules.limits).end - len(content)))
     folder, _, name = entry.name.rpartition("/")
-    head = read_head(content, name, rules.limits, rules.trusted)
+    stored = open_part(store, entry.name, 0, entry.size_bytes, HEAD_READ_BYTES)
+    head = read_head(stored, name, rules.limits, rules.trusted)
     if head.stored_bytes != entry.size_bytes:
         raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
     if head.manifest.key.prefix != f"{folder}/":
@@ -120,7 +118,7 @@ def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head
         StoreError: the pack cannot be read.
     """
     head = read_stored_head(store, entry, rules)
-    in_daemon_threads(lambda run: unpack(Part(store, entry.name, run.start, run.end), run.files, None), runs(head))
+    in_daemon_threads(lambda run: unpack(open_part(store, entry.name, run.start, run.end), run.files, None), runs(head))
     return head
 
 

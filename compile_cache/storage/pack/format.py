@@ -26,7 +26,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple, Protocol, cast
+from typing import BinaryIO
 
 import msgspec
 import zstandard
@@ -172,31 +172,25 @@ def encode_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, byt
     return _name_of(named), named + _SKIPPABLE.pack(_SIGNATURE_MAGIC, len(signature)) + signature
 
 
-def _name_of(named: bytes | memoryview) -> str:
+def _name_of(named: bytes) -> str:
     """The name of a pack with this header and stored manifest, which has the digests of all files."""
     return hashlib.sha256(named).hexdigest() + _SUFFIX
 
 
-class Header(NamedTuple):
-    """The offsets of the signature and of the first frame of files, which is the end of the head, and the length of the
-    unpacked manifest."""
+def read_head(stored: BinaryIO, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
+    """Verify and read the head of the pack that is stored as `name`, from its beginning.
 
-    manifest_end: int
-    end: int
-    manifest_bytes: int
-
-
-def parse_header(beginning: bytes, limits: Limits) -> Header:
-    """The header of a pack, from its first `HEADER_BYTES`.
+    The checks are, in order: the format, the name, the signature, the limits, and the whole manifest with every path.
 
     Raises:
-        PackForbidden: the pack has another format, or claims more than `limits` allow.
-        PackError: the bytes are not the beginning of a pack.
+        PackForbidden: `limits` or `trusted` forbid the pack's use, or it has another format.
+        PackError: the pack is damaged, and no part of it may be used. The message says how.
     """
-    if len(beginning) < HEADER_BYTES:
-        raise PackError(f"it ends after {len(beginning)} bytes, inside its header")
-    magic, length = _SKIPPABLE.unpack_from(beginning)
-    identity, version, stored_bytes, manifest_bytes, signature_bytes = _HEADER.unpack_from(beginning, _SKIPPABLE.size)
+    header = stored.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        raise PackError(f"it ends after {len(header)} bytes, inside its header")
+    magic, length = _SKIPPABLE.unpack_from(header)
+    identity, version, stored_bytes, manifest_bytes, signature_bytes = _HEADER.unpack_from(header, _SKIPPABLE.size)
     if (magic, length, identity) != (_HEADER_MAGIC, _HEADER.size, _IDENTITY):
         raise PackError("it does not begin like a pack")
     if version != PACK_VERSION:
@@ -205,33 +199,18 @@ def parse_header(beginning: bytes, limits: Limits) -> Header:
         raise PackForbidden(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
     if signature_bytes not in (0, SIGNATURE_BYTES):
         raise PackForbidden(f"its signature has {signature_bytes} bytes, not {SIGNATURE_BYTES}")
-    manifest_end = HEADER_BYTES + stored_bytes
-    return Header(manifest_end, manifest_end + _SKIPPABLE.size + signature_bytes, manifest_bytes)
-
-
-def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
-    """Verify and read the head of the pack that is stored as `name`. `content` has the whole head, or more.
-
-    The checks are, in order: the format, the name, the signature, the limits, and the whole manifest with every path.
-    Memory holds the unpacked manifest beside `content`.
-
-    Raises:
-        PackForbidden: `limits` or `trusted` forbid the pack's use.
-        PackError: the pack is damaged, and no part of it may be used. The message says how.
-    """
-    header = parse_header(content, limits)
-    if len(content) < header.end:
+    named = header + stored.read(stored_bytes)
+    signature = stored.read(_SKIPPABLE.size + signature_bytes)
+    if len(signature) < _SKIPPABLE.size + signature_bytes:
         raise PackError("it ends before the end of its signature")
-    named = memoryview(content)[: header.manifest_end]
     if _name_of(named) != name:
         raise PackError("its manifest does not match its name")
-    magic, length = _SKIPPABLE.unpack_from(content, header.manifest_end)
-    if (magic, length) != (_SIGNATURE_MAGIC, header.end - header.manifest_end - _SKIPPABLE.size):
+    if _SKIPPABLE.unpack_from(signature) != (_SIGNATURE_MAGIC, signature_bytes):
         raise PackError("its signature is not where it should be")
-    signed_by = trusted.verify(named, content[header.end - length : header.end])
-    text = bytearray(header.manifest_bytes)
-    _unpack_manifest(named[HEADER_BYTES:], text)
-    head = Head(parse_manifest(text, limits), header.end, signed_by, len(text))
+    signed_by = trusted.verify(named, signature[_SKIPPABLE.size :])
+    text = bytearray(manifest_bytes)
+    _unpack_manifest(memoryview(named)[HEADER_BYTES:], text)
+    head = Head(parse_manifest(text, limits), len(named) + len(signature), signed_by, len(text))
     if head.stored_bytes > limits.size_bytes:
         raise PackForbidden(f"it has {head.stored_bytes} bytes; {limits.size_bytes} are allowed")
     return head
@@ -262,15 +241,8 @@ def runs(head: Head, wanted: Container[str] | None = None) -> list[Run]:
     return found
 
 
-class Stored(Protocol):
-    """The stored bytes of a run, as a file."""
-
-    def read(self, size_bytes: int, /) -> bytes:
-        """The next bytes; none at the end."""
-
-
 def unpack(
-    stored: Stored, files: Iterable[PackFile], folder: Path | None, wanted: Container[str] | None = None
+    stored: BinaryIO, files: Iterable[PackFile], folder: Path | None, wanted: Container[str] | None = None
 ) -> None:
     """Decompress and verify the files of a run, and write them, or those that are `wanted`, below `folder`. Without a
     folder, only verify.
@@ -284,7 +256,7 @@ def unpack(
     """
     decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
     try:
-        content = decompressor.stream_reader(cast(IO[bytes], stored), READ_BYTES, read_across_frames=True)
+        content = decompressor.stream_reader(stored, READ_BYTES, read_across_frames=True)
         for file in files:
             digest, left_bytes = hashlib.sha256(), file.size_bytes
             with _target(folder if wanted is None or file.path in wanted else None, file.path) as target:

@@ -6,16 +6,20 @@ All run on daemon threads, which do not delay exit.
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from compile_cache.errors import StoreUnavailable
+from compile_cache.storage.pack.format import READ_BYTES
 from compile_cache.storage.stores.base import ReadableStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _T = TypeVar("_T")
 
@@ -74,41 +78,49 @@ def within_limit(what: str, size_bytes: int, work: Callable[[], _T]) -> _T:
     return done.result()
 
 
-@dataclass(slots=True)
-class Part:
+def open_part(
+    store: ReadableStore, name: str, start: int, end: int, request_bytes: int = READ_BYTES
+) -> io.BufferedReader:
     """The bytes of an object from `start` to `end`, as a file. The object is at least that long by its listing."""
+    return io.BufferedReader(_Part(store, name, start, end), request_bytes)
 
-    store: ReadableStore
-    name: str
-    start: int
-    end: int
 
-    def read(self, size_bytes: int) -> bytes:
-        """The next bytes: exactly `size_bytes`, or all up to the end. A read that breaks off is repeated; boto3 repeats
-        only until the answer begins.
+class _Part(io.RawIOBase):
+    """A part of an object, whose every read is a request. A read that breaks off is repeated; boto3 repeats only until
+    the answer begins."""
+
+    def __init__(self, store: ReadableStore, name: str, start: int, end: int) -> None:
+        self._store, self._name, self._start, self._end = store, name, start, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        """Fill the buffer, or what is left of the part into it.
 
         Raises:
             StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
             StoreError: the object cannot be read.
         """
-        size_bytes = min(size_bytes, self.end - self.start)
-        if not size_bytes:
-            return b""
+        view = memoryview(buffer)
+        size_bytes = min(len(view), self._end - self._start)
         data = b""
         started = time.monotonic()
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS if size_bytes else 0):
             try:
-                data = self.store.read(self.name, self.start, size_bytes)
+                data = self._store.read(self._name, self._start, size_bytes)
             except StoreUnavailable:
                 if attempt == _ATTEMPTS - 1 or time.monotonic() - started > _LONGEST_REPEATED_S:
                     raise
                 continue
             if len(data) >= size_bytes:
-                self.start += size_bytes
-                return data[:size_bytes]
-        raise StoreUnavailable(
-            f"cannot get {self.name}: the store sent {len(data)} of {size_bytes} bytes from {self.start} on"
-        )
+                break
+        if len(data) < size_bytes:
+            sent = f"the store sent {len(data)} of {size_bytes} bytes from {self._start} on"
+            raise StoreUnavailable(f"cannot get {self._name}: {sent}")
+        view[:size_bytes] = data[:size_bytes]
+        self._start += size_bytes
+        return size_bytes
 
 
 def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
