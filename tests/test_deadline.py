@@ -45,7 +45,7 @@ def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
 def open_store(proxy, s3_bucket, monkeypatch) -> Callable[[str], ObjectStore]:
     def open_kind(kind: str) -> ObjectStore:
         if kind == "s3":
-            return S3Store(s3_bucket.name, "")
+            return S3Store(f"s3://{s3_bucket.name}")
         if kind == "web":
             return open_url(f"{proxy.url}/{s3_bucket.name}")
         from obstore.store import S3Store as Objects

@@ -262,7 +262,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
 
     def machine(endpoint_url: str, name: str) -> Machine:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint_url)
-        return Machine.at(tmp_path / name, S3Store(s3_bucket.name, "models"), key, environment)
+        return Machine.at(tmp_path / name, S3Store(f"s3://{s3_bucket.name}/models"), key, environment)
 
     def make() -> Published:
         spoiled = machine(proxy.url, "spoiled")

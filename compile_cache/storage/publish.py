@@ -93,7 +93,7 @@ class Publication:
                 log.warning("publish.left_out files=%d path=%.200r reason=%s", len(part), part[0].path, error)
                 self.directory.ledger.withheld.update(source.path for source in part)
                 return
-            middle = min(cuts, key=lambda place: abs(place - len(part) // 2))
+            middle = cuts[len(cuts) // 2]
             yield from self._write(part[:middle], creator)
             yield from self._write(part[middle:], creator)
 

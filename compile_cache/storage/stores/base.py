@@ -24,7 +24,7 @@ _LATEST_S = 1 << 53
 # For each scheme: the function that opens a URL, and the extra that installs its package.
 _OPENERS = {
     "file": ("compile_cache.storage.stores.local:open_local", ""),
-    "s3": ("compile_cache.storage.stores.s3:open_s3", "s3"),
+    "s3": ("compile_cache.storage.stores.s3:S3Store", "s3"),
     "gs": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
     "az": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
     "https": ("compile_cache.storage.stores.cloud:open_mirror", "clouds"),

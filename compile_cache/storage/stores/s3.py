@@ -34,12 +34,17 @@ _ATTEMPTS = 3
 
 
 class S3Store:
-    """Its objects are `<prefix>/<name>` in `bucket`. boto3 finds endpoint, credentials and region in its usual ways."""
+    """Its objects are `<prefix>/<name>` in a bucket. boto3 finds endpoint, credentials and region in its usual ways."""
 
-    def __init__(self, bucket: str, prefix: str) -> None:
-        self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
-        with _translated(f"open s3://{bucket}"):
+    def __init__(self, url: str) -> None:
+        """Open `s3://bucket/prefix`. Connects to nothing yet.
+
+        Raises:
+            StoreError: the endpoint is not a URL.
+        """
+        self._bucket, _, prefix = split_url(url)[1].partition("/")
+        self._prefix = f"{prefix.strip('/')}/".lstrip("/")
+        with _translated(f"open s3://{self._bucket}"):
             self._client: S3Client = boto3.session.Session().client(
                 "s3",
                 config=Config(
@@ -52,7 +57,7 @@ class S3Store:
                     max_pool_connections=32,
                 ),
             )
-        self.location = f"s3://{bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
+        self.location = f"s3://{self._bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process."""
@@ -112,16 +117,6 @@ class S3Store:
         what = f"delete {name} from {self.location}"
         with _translated(what):
             within_limit(what, 0, lambda: self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name))
-
-
-def open_s3(url: str) -> S3Store:
-    """The store at `s3://bucket/prefix`. Connects to nothing yet.
-
-    Raises:
-        StoreError: the endpoint is not a URL.
-    """
-    bucket, _, prefix = split_url(url)[1].partition("/")
-    return S3Store(bucket, prefix.strip("/"))
 
 
 def _code(error: ClientError) -> str:

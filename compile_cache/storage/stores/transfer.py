@@ -9,7 +9,6 @@ import contextlib
 import io
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
@@ -130,22 +129,23 @@ def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
     A ThreadPoolExecutor cannot do this: the interpreter joins its threads before it runs exit hooks, so a hanging read
     would use up the hook's time.
     """
-    waiting = deque(items)
+    items = list(items)
+    waiting = iter(items)
     failures: list[BaseException] = []
 
     def drain() -> None:
-        with contextlib.suppress(IndexError):  # nothing waits any more
-            while not failures:
-                item = waiting.popleft()
-                try:
-                    work(item)
-                except BaseException as error:  # raised below, on the calling thread
-                    failures.append(error)
+        for item in waiting:  # which each thread takes from
+            if failures:
+                break
+            try:
+                work(item)
+            except BaseException as error:  # raised below, on the calling thread
+                failures.append(error)
 
     # The calling thread does its share. At exit, when no thread can be started, it does all the work.
     threads = [
         threading.Thread(target=drain, name="compile-cache-read", daemon=True)
-        for _ in range(min(THREADS, len(waiting)) - 1)
+        for _ in range(min(THREADS, len(items)) - 1)
     ]
     with contextlib.suppress(RuntimeError):
         for thread in threads:
