@@ -21,7 +21,7 @@ from signing_keys import make_keys
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.pack.format import HEADER_BYTES, PACK_VERSION, Head, Source, runs, unpack
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer
 from compile_cache.storage.rules import Rules, read_stored_head
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.transfer import open_part
@@ -132,12 +132,12 @@ class OneObject:
 
 
 def restore(
-    name: str, content: bytes, folder: Path | None, limits: Limits = LIMITS, trusted: TrustedKeys | None = None
+    name: str, content: bytes, folder: Path | None, limits: Limits = LIMITS, trusted: frozenset[str] = frozenset()
 ) -> Head:
     """What a boot does with a pack that is stored as `name` below `KEY`."""
     store = OneObject(content)
     entry = StoredObject(KEY.prefix + name, len(content), 0.0)
-    head = read_stored_head(store, entry, Rules(limits, trusted or TrustedKeys()))
+    head = read_stored_head(store, entry, Rules(limits, trusted))
     for run in runs(head):
         unpack(open_part(store, name, run.start, run.end), run.files, folder)
     return head

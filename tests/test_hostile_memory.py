@@ -126,13 +126,13 @@ def look_and_measure(folder: str, *trusted: str) -> list[int]:
     """Files that would be restored, packs that are refused, and the memory. The files are not written, because of the
     test's time."""
     from compile_cache.storage.directory import CacheDirectory
-    from compile_cache.storage.pack.signing import TrustedKeys
+    from compile_cache.storage.pack.signing import trusted_keys
     from compile_cache.storage.rules import Rules
 
     store, directory = LocalStore(Path(folder, "store")), CacheDirectory.claim(Path(folder, "cache"))
 
     def look(key: CacheKey) -> tuple[int, int]:
-        packs = PacksOfKey(store, key, Rules(Limits(packs=PACKS), TrustedKeys(trusted)))
+        packs = PacksOfKey(store, key, Rules(Limits(packs=PACKS), trusted_keys(trusted)))
         packs.refresh()
         needed = packs.select()
         if not needed:

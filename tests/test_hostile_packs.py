@@ -35,7 +35,7 @@ from machines import read_files, write_files
 
 from compile_cache.errors import PackError
 from compile_cache.storage.pack.manifest import check_paths, parse_manifest
-from compile_cache.storage.pack.signing import TrustedKeys
+from compile_cache.storage.pack.signing import trusted_keys
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
@@ -46,7 +46,7 @@ json_values = st.recursive(
 
 def reason_to_refuse(draft: Draft, folder: Path | None) -> str:
     with pytest.raises(PackError) as refusal:
-        restore(*draft.put_together(), folder, LIMITS, TrustedKeys(draft.trusted))
+        restore(*draft.put_together(), folder, LIMITS, trusted_keys(draft.trusted))
     return str(refusal.value)
 
 
@@ -80,7 +80,7 @@ def test_of_an_odd_frame_only_the_content_of_its_file_is_written(tmp_path, frame
 def test_a_pack_of_another_writer_is_read(tmp_path, is_signed):
     """The layout is what the module says it is, and each row of the table changes a sound pack."""
     draft = small_draft(is_signed=is_signed)
-    head = restore(*draft.put_together(), tmp_path / "inside", LIMITS, TrustedKeys(draft.trusted))
+    head = restore(*draft.put_together(), tmp_path / "inside", LIMITS, trusted_keys(draft.trusted))
     assert read_files(tmp_path / "inside") == {"a/file": b"content", "b": b"more"}
     assert (head.manifest.creator, head.signed_by) == ("the test", OURS.public_key if is_signed else None)
 
@@ -89,7 +89,7 @@ def assert_refused_or_unchanged(name: str, content: bytes) -> None:
     """The content is what the name stands for, and some bits of a zstd frame mean nothing."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            restore(name, content, Path(folder), trusted=TrustedKeys([OURS.public_key]))
+            restore(name, content, Path(folder), trusted=trusted_keys([OURS.public_key]))
         except PackError as error:
             assert_fit_to_be_shown(str(error))
         else:

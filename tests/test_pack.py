@@ -29,11 +29,11 @@ from compile_cache.storage.pack.format import (
     write_pack,
 )
 from compile_cache.storage.pack.manifest import Frame, Limits, Manifest, PackFile
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer
 from compile_cache.storage.stores.transfer import open_part
 
 LIMITS = Limits(size_bytes=64 * MIB, manifest_bytes=4 * MIB)
-ANYBODY = TrustedKeys()
+ANYBODY = frozenset()
 SMALL = {"fxgraph/ab/abc/content": b"a graph", "x.so": b"\0" * 1000, "empty": b""}
 LARGE = {"a": b"first", "large": Random(0).randbytes(2 * MIB + 1), "z": b"last", "nothing": b""}
 
@@ -47,7 +47,7 @@ def head_of(pack: Pack) -> Head:
     return Head(pack.manifest, pack.start, pack.signed_by, pack.manifest_bytes)
 
 
-def read_whole_head(content: bytes, limits: Limits = LIMITS, trusted: TrustedKeys = ANYBODY) -> Head:
+def read_whole_head(content: bytes, limits: Limits = LIMITS, trusted: frozenset[str] = ANYBODY) -> Head:
     """The head of an honest pack, under its right name."""
     return read_head(io.BytesIO(content), name_of(content), limits, trusted)
 
@@ -210,9 +210,8 @@ import resource, sys
 from compile_cache.errors import PackError
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.format import read_head, runs, unpack
-from compile_cache.storage.pack.signing import TrustedKeys
 with open(sys.argv[1], "rb") as file:
-    head = read_head(file, sys.argv[2], Limits(), TrustedKeys())
+    head = read_head(file, sys.argv[2], Limits(), frozenset())
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
     file.seek(head.start)

@@ -15,7 +15,7 @@ from signing_keys import make_keys
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer, trusted_keys
 from compile_cache.storage.rules import PackState, Rules, VerifiedPack, verify_packs
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.local import LocalStore
@@ -55,8 +55,8 @@ class Row:
 
 
 SOUND, DAMAGED, REFUSED = PackState.SOUND, PackState.DAMAGED, PackState.REFUSED
-OURS = Rules(trusted=TrustedKeys([PUBLIC]))
-THEIRS = Rules(trusted=TrustedKeys([STRANGER]))
+OURS = Rules(trusted=trusted_keys([PUBLIC]))
+THEIRS = Rules(trusted=trusted_keys([STRANGER]))
 ROWS = {
     "in its place": Row(SOUND),
     "a flipped bit": Row(DAMAGED, r"\w", flip_last),

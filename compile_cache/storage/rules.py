@@ -12,7 +12,7 @@ from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, Setti
 from compile_cache.settings import PREFIX, Settings
 from compile_cache.storage.pack.format import Head, read_head, runs, unpack
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer, trusted_keys
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
 from compile_cache.storage.stores.transfer import in_daemon_threads, open_part
 
@@ -28,13 +28,13 @@ class Rules:
     """
 
     limits: Limits = field(default_factory=Limits)
-    trusted: TrustedKeys = field(default_factory=TrustedKeys)
+    trusted: frozenset[str] = frozenset()
     signer: Signer | None = None
 
     def __post_init__(self) -> None:
         """Let a signer without trusted keys trust itself."""
         if self.signer and not self.trusted:
-            object.__setattr__(self, "trusted", TrustedKeys([self.signer.public_key]))
+            object.__setattr__(self, "trusted", frozenset([self.signer.public_key]))
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
@@ -45,8 +45,8 @@ class Rules:
                 installed. The message names the variable.
         """
         signer = Signer(settings.signing_key) if settings.signing_key else None
-        trusted = TrustedKeys(settings.trusted_keys)
-        if signer and trusted and signer.public_key not in settings.trusted_keys:
+        trusted = trusted_keys(settings.trusted_keys)
+        if signer and trusted and signer.public_key not in trusted:
             raise SettingsError(
                 f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
                 f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"

@@ -35,7 +35,7 @@ from compile_cache.errors import PackError, PackForbidden
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.pack.manifest import Frame, Limits, Manifest, PackFile, parse_manifest
-from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, TrustedKeys
+from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, verify
 
 _SUFFIX = ".pack"
 PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
@@ -177,7 +177,7 @@ def _name_of(named: bytes) -> str:
     return hashlib.sha256(named).hexdigest() + _SUFFIX
 
 
-def read_head(stored: BinaryIO, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
+def read_head(stored: BinaryIO, name: str, limits: Limits, trusted: frozenset[str]) -> Head:
     """Verify and read the head of the pack that is stored as `name`, from its beginning.
 
     The checks are, in order: the format, the name, the signature, the limits, and the whole manifest with every path.
@@ -207,7 +207,7 @@ def read_head(stored: BinaryIO, name: str, limits: Limits, trusted: TrustedKeys)
         raise PackError("its manifest does not match its name")
     if _SKIPPABLE.unpack_from(signature) != (_SIGNATURE_MAGIC, signature_bytes):
         raise PackError("its signature is not where it should be")
-    signed_by = trusted.verify(named, signature[_SKIPPABLE.size :])
+    signed_by = verify(named, signature[_SKIPPABLE.size :], trusted)
     text = bytearray(manifest_bytes)
     _unpack_manifest(memoryview(named)[HEADER_BYTES:], text)
     head = Head(parse_manifest(text, limits), len(named) + len(signature), signed_by, len(text))

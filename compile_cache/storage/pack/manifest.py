@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -90,21 +90,16 @@ def parse_manifest(text: bytes | bytearray, limits: Limits) -> Manifest:
         manifest = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise PackError(f"its manifest cannot be read: {_shown(str(error))}") from error
-    _check(manifest, limits)
-    return manifest
-
-
-def _check(manifest: Manifest, limits: Limits) -> None:
     if manifest.size_bytes > limits.size_bytes:
         raise PackForbidden(f"it unpacks to {manifest.size_bytes} bytes; {limits.size_bytes} are allowed")
-    key = manifest.key
     _check_line(manifest.creator, _CREATOR_BYTES, "creator")
-    for part in (key.environment, key.model_name, key.model_version):
+    for part in astuple(manifest.key):
         _check_line(part, _NAME_BYTES, "key")
     for file in manifest.files:
         _check_line(file.key, _KEY_BYTES, "logical key")
         _check_line(file.owner, _PATH_BYTES, "owner")
     check_paths(file.path for file in manifest.files)
+    return manifest
 
 
 def _check_line(text: str, most_bytes: int, what: str) -> None:
