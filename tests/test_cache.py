@@ -175,7 +175,7 @@ def test_the_most_valuable_files_come_first(local, machine, monkeypatch):
     first = machine(local)
     first.write(files)
     packs = [packed_paths([pack]) for pack in first.publish()]
-    assert packs == [["fxgraph/ab/fabc/1"], ["b.so", "0.json"], ["1.json", "2.json", "3.json"]]
+    assert packs == [["fxgraph/ab/fabc/1"], ["b.so"], ["0.json", "1.json", "2.json"], ["3.json"]]
     assert machine(local).restored() == files
 
 

@@ -7,9 +7,10 @@ names its content, so a boot reads only the frames that it needs, and a publishe
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +19,7 @@ from compile_cache.files import blank_file
 from compile_cache.key.environment import Environment
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept, logical_key
 from compile_cache.storage.fetch import PacksOfKey, choose, kept_files
-from compile_cache.storage.pack.format import Pack, Source, read_head, write_pack
+from compile_cache.storage.pack.format import Pack, Source, batches, read_head, write_pack
 from compile_cache.storage.pack.manifest import PackFile
 from compile_cache.storage.rules import StoredPack, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
@@ -26,7 +27,8 @@ from compile_cache.storage.stores.base import ObjectStore, StoredObject
 MOST_PACKS = 4
 # torch's folders of graphs, which have texts for people.
 _GRAPHS = {"fxgraph", "aotautograd"}
-# The first packs are small, so that the most valuable files are stored even if there is hardly any time.
+# Each pack has up to twice the bytes of the one before: the first are small, so that the most valuable files are stored
+# even if there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20
 _LARGEST_PART_BYTES = 64 << 20
 
@@ -58,7 +60,8 @@ class Publication:
         """
         self.packs.refresh()
         empty_folder(self.directory.outbox)
-        parts = _parts(sorted(self._new(files), key=_by_value))
+        most_bytes = (min(_SMALLEST_PART_BYTES << number, _LARGEST_PART_BYTES) for number in itertools.count())
+        parts = batches(sorted(self._new(files), key=_by_value), most_bytes)
         return tuple(pack for part in parts for pack in self._write(part, creator))
 
     def _new(self, files: Mapping[str, str]) -> Iterator[Source]:
@@ -248,19 +251,3 @@ def _by_value(source: Source) -> tuple[int, str]:
     if source.key != source.path:
         return 0, source.path
     return (1 if source.path.endswith((".so", ".cubin", ".hsaco", ".py")) else 2), source.path
-
-
-def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """`sources` in order, in parts of limited size. Each limit is twice the one before."""
-    part: list[Source] = []
-    size_bytes, most_bytes = 0, _SMALLEST_PART_BYTES
-    for source in sources:
-        # All files of a logical key go into one pack, because a restore takes them from the first pack that has the
-        # key.
-        if part and size_bytes > most_bytes and source.key != part[-1].key:
-            yield part
-            part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)
-        part.append(source)
-        size_bytes += source.size_bytes
-    if part:
-        yield part

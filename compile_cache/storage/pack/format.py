@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -42,7 +43,7 @@ PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
 
 _LEVEL = 3
 PACK_VERSION = 3
-# The files of a frame, unless it has a single one.
+# The files of a frame, unless it has a single one or those of one logical key.
 FRAME_BYTES = 1 << 20
 # One request for frames. Eight threads hold 32 MB in memory.
 READ_BYTES = 4 << 20
@@ -133,18 +134,25 @@ def write_pack(
     return Pack(manifest, len(head), signed_by, len(text), local=folder / name)
 
 
-def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> Iterator[Frame]:
-    """Write the frames: small files share one."""
-    batches: list[list[Source]] = []
-    room_bytes = -1
+def batches(sources: Iterable[Source], most_bytes: Iterator[int]) -> Iterator[list[Source]]:
+    """`sources` in their order, in batches of at most so many bytes, or of a single logical key: a restore takes all
+    files of a key from one pack."""
+    batch: list[Source] = []
+    room_bytes = next(most_bytes)
     for source in sources:
-        if source.size_bytes > room_bytes:
-            batches.append([])
-            room_bytes = FRAME_BYTES
-        batches[-1].append(source)
-        room_bytes -= source.size_bytes
+        size_bytes = source.size_bytes
+        if batch and size_bytes > room_bytes and source.key != batch[-1].key:
+            yield batch
+            batch, room_bytes = [], next(most_bytes)
+        batch.append(source)
+        room_bytes -= size_bytes
+    if batch:
+        yield batch
+
+
+def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> Iterator[Frame]:
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    for batch in batches:
+    for batch in batches(sources, itertools.repeat(FRAME_BYTES)):
         start = body.tell()
         with compressor.stream_writer(body, closefd=False) as frame:
             files = tuple(_write_files(frame, batch))
