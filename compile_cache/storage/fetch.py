@@ -12,7 +12,7 @@ from pathlib import Path
 
 from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import Version, read_catalog
+from compile_cache.storage.catalog import read_catalog
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept
 from compile_cache.storage.pack.format import Run, runs, unpack
 from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
@@ -32,9 +32,8 @@ class PacksOfKey:
     """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
 
     `known` has these packs by name, oldest first. Beyond the number that the limits allow, the oldest count, so a flood
-    of packs displaces none that were there before. `uses` has the names of the marks of the days when the key was used.
-    `seen` has the logical key and the path of each file of all packs that were ever known, those deleted meanwhile
-    among them, but not of damaged ones.
+    of packs displaces none that were there before. `seen` has the logical key and the path of each file of all packs
+    that were ever known, those deleted meanwhile among them, but not of damaged ones.
     """
 
     def __init__(self, store: ReadableStore, key: CacheKey, rules: Rules) -> None:
@@ -42,7 +41,6 @@ class PacksOfKey:
         self.key = key
         self.rules = rules
         self.known: dict[str, StoredPack] = {}
-        self.uses: set[str] = set()
         self.seen: set[tuple[str, str]] = set()
         # Packs that count as absent, by name, and those beyond the number that is used.
         self._refused: dict[str, PackError | StoreError] = {}
@@ -70,9 +68,7 @@ class PacksOfKey:
         Raises:
             StoreError: the store cannot be listed.
         """
-        version = next(iter(read_catalog(self.store, self.key.prefix).versions), Version(self.key))
-        self.uses = {mark.name for mark in version.marks}
-        return version.packs
+        return [pack for version in read_catalog(self.store, self.key.prefix).versions for pack in version.packs]
 
     def refresh(self) -> None:
         """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was

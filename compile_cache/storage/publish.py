@@ -17,6 +17,7 @@ from typing import cast
 from compile_cache.errors import ObjectNotFound, PackError, log
 from compile_cache.files import blank_file
 from compile_cache.key.environment import Environment
+from compile_cache.storage.catalog import read_catalog
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept, logical_key
 from compile_cache.storage.fetch import PacksOfKey, choose, kept_files
 from compile_cache.storage.pack.format import Pack, Source, batches, read_head, write_pack
@@ -185,13 +186,14 @@ class Publication:
         Raises:
             StoreError: the use cannot be recorded.
         """
-        name = f"{self.packs.key.prefix}used-{today}"
-        if not self.packs.known or name in self.packs.uses:
+        if not self.packs.known:
             return
-        self._writing.put(name, b"")
-        for older in [use for use in self.packs.uses if use < name]:
+        prefix = f"{self.packs.key.prefix}used-"
+        uses = [mark.name for version in read_catalog(self._writing, prefix).versions for mark in version.marks]
+        if prefix + today not in uses:
+            self._writing.put(prefix + today, b"")
+        for older in [use for use in uses if use < prefix + today]:
             self._writing.delete(older)
-        self.packs.uses = {name}
 
 
 def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredPack], Mapping[str, PackFile]]:
