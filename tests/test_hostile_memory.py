@@ -185,7 +185,7 @@ COSTS = {
     "wide": (wide, PACKS, unsigned, False, 0, PACKS, 256),
     "wide, unsigned": (wide, PACKS, unsigned, True, 0, PACKS, 64),
     "wide, with another's signature": (wide, PACKS, borrowed, True, 0, PACKS, 64),
-    "long in the store": (incompressible, PACKS, borrowed, True, 0, PACKS, 128),
+    "long in the store": (incompressible, 5 * PACKS, borrowed, True, 0, 5 * PACKS, 64),
     "many files": (many_files, PACKS + 1, unsigned, False, PACKS * 31_000, 1, 256),
     "wide paths": (wide_paths, PACKS + 1, unsigned, False, PACKS * 3_850, 1, 500),
 }

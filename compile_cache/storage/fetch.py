@@ -99,7 +99,7 @@ class PacksOfKey:
             try:
                 found[entry.name] = StoredPack(entry, read_stored_head(self.store, entry, self.rules))
             except (PackError, StoreError) as error:
-                self._refused[entry.name] = error
+                self._refuse(entry.name, error)
 
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
@@ -121,7 +121,10 @@ class PacksOfKey:
         pack = self.known.pop(entry.name, None)
         if pack is not None and isinstance(error, PackError):
             self.seen -= _keys_and_paths(pack) - self._files()
-        self._refused[entry.name] = error
+        self._refuse(entry.name, error)
+
+    def _refuse(self, name: str, error: PackError | StoreError) -> None:
+        self._refused[name] = type(error)(str(error))  # without its traceback, which holds what was read
 
     def select(self) -> Sequence[tuple[StoredPack, Chosen]]:
         """The files to restore, and the packs that have them."""
