@@ -17,7 +17,7 @@ from typing import cast
 from compile_cache.errors import ObjectNotFound, PackError, log
 from compile_cache.files import blank_file
 from compile_cache.key.environment import Environment
-from compile_cache.storage.catalog import read_catalog
+from compile_cache.storage.catalog import RECORD, read_catalog
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept, logical_key
 from compile_cache.storage.fetch import PacksOfKey, choose, kept_files
 from compile_cache.storage.pack.format import Pack, Source, batches, read_head, write_pack
@@ -133,7 +133,7 @@ class Publication:
         self.packs.add(StoredPack(StoredObject(name, pack.stored_bytes, pack.manifest.created_s), pack))
         self._kept |= {file.path: file.sha256 for file in pack.manifest.files}
         if is_first:
-            record = self.packs.key.environment_prefix + "environment.json"
+            record = self.packs.key.environment_prefix + RECORD
             self._writing.put(record, self._environment.to_json().encode())
 
     def merge(self, creator: str) -> int:

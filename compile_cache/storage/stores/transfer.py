@@ -11,14 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.pack.format import READ_BYTES
 from compile_cache.storage.stores.base import ReadableStore
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 _T = TypeVar("_T")
 
@@ -94,7 +91,7 @@ class _Part(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         """Fill the buffer, or what is left of the part into it.
 
         Raises:
