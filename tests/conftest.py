@@ -282,7 +282,7 @@ def store(request, tmp_path) -> ObjectStore:
     from compile_cache.storage.stores.s3 import S3Store
 
     bucket = request.getfixturevalue("s3_bucket")
-    return S3Store(bucket.name, "some/prefix")
+    return S3Store(f"s3://{bucket.name}/some/prefix")
 
 
 @pytest.fixture

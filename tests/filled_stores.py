@@ -68,8 +68,8 @@ def set_age(root: Path, name: str, days: float, now_s: float) -> None:
 
 
 def flip_last(pack: bytes) -> bytes:
-    """With another bit in its last frame, not in what is signed."""
-    return pack[:-1] + bytes([pack[-1] ^ 1])
+    """With another bit in its last frame, not in what is signed. The last bytes may be of a block that is empty."""
+    return pack[:-8] + bytes([pack[-8] ^ 1]) + pack[-7:]
 
 
 def damage(root: Path, name: str) -> None:

@@ -428,11 +428,9 @@ def paths_of(pack: Path) -> list[str]:
     """The paths of the files in a pack."""
     from compile_cache.storage.pack.format import read_head
     from compile_cache.storage.pack.manifest import Limits
-    from compile_cache.storage.pack.signing import TrustedKeys
 
-    content = pack.read_bytes()
-    head = read_head(content, pack.name, Limits(), TrustedKeys())
-    return [file.path for file in head.manifest.files]
+    with pack.open("rb") as stored:
+        return [file.path for file in read_head(stored, pack.name, Limits(), frozenset()).manifest.files]
 
 
 def unrepeated() -> dict[str, Any]:

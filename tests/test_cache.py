@@ -18,7 +18,7 @@ from compile_cache.key.environment import Environment
 from compile_cache.storage.fetch import candidates, install
 from compile_cache.storage.pack.format import Pack
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.pack.signing import Signer, generate_keys, trusted_keys
 from compile_cache.storage.publish import Publication
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
@@ -175,7 +175,7 @@ def test_the_most_valuable_files_come_first(local, machine, monkeypatch):
     first = machine(local)
     first.write(files)
     packs = [packed_paths([pack]) for pack in first.publish()]
-    assert packs == [["fxgraph/ab/fabc/1"], ["b.so", "0.json"], ["1.json", "2.json", "3.json"]]
+    assert packs == [["fxgraph/ab/fabc/1"], ["b.so"], ["0.json", "1.json", "2.json"], ["3.json"]]
     assert machine(local).restored() == files
 
 
@@ -435,7 +435,7 @@ def test_who_signs_and_trusts_nobody_trusts_itself_alone(local, machine):
     published_five(booted)
     booted.write({"evil.so": b"evil"})
     assert booted.publication.merge("the test") == 5
-    assert "evil.so" not in machine(local, trusted=TrustedKeys([public])).restored()
+    assert "evil.so" not in machine(local, trusted=trusted_keys([public])).restored()
 
 
 def test_a_merge_without_a_key_leaves_signed_packs_alone(local, machine):

@@ -154,7 +154,7 @@ def test_show_shows_packs_with_sizes_creator_and_on_demand_files(run, local, key
     listed = [line.split() for line in run("show", "org", "--files").lines]
     assert ["1.0", "kB", "ab/k.so"] in listed
     (pack,) = run("show", "org", "--json").json["packs"]
-    files = {file["path"]: file["size_bytes"] for file in pack["head"]["manifest"]["files"]}
+    files = {file["path"]: file["size_bytes"] for file in pack["head"]["manifest"]["frames"][0]["files"]}
     assert files == {"triton/AAA/k.cubin": 1, "ab/k.so": 1000}
 
 

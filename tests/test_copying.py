@@ -14,7 +14,7 @@ from machines import RULES, Watched, read_files
 from compile_cache.errors import StoreError, StoreUnavailable
 from compile_cache.storage.copy import Copied, copy_versions
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.pack.signing import Signer, generate_keys, trusted_keys
 from compile_cache.storage.rules import Rules
 from compile_cache.storage.stores.base import ObjectStore
 from compile_cache.storage.stores.local import LocalStore
@@ -105,7 +105,7 @@ def test_a_pack_that_a_boot_refuses_is_not_copied_but_named_and_the_others_arriv
     read_bytes: list[int] = []
     reads = Watched(tmp_path / "source", read=lambda name, start, size_bytes: read_bytes.append(size_bytes))
     limits = Limits(size_bytes=MIB) if what == "too large" else Limits()
-    copied = copy(reads, target, Rules(limits, TrustedKeys([public])))
+    copied = copy(reads, target, Rules(limits, trusted_keys([public])))
     assert [(name, refused.is_final) for name, refused in copied.refused.items()] == [(bad, True)]
     assert [entry.name for entry in target.list("")] == [sound]
     assert (sum(read_bytes) > 9 * MIB) == (what == "damaged"), "what its head refuses is not read"

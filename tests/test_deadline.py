@@ -17,6 +17,7 @@ from toxic_proxy import ToxicProxy
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.settings import Settings
+from compile_cache.storage.pack.format import READ_BYTES
 from compile_cache.storage.stores import transfer
 from compile_cache.storage.stores.base import ObjectStore, open_url
 from compile_cache.storage.stores.cloud import CloudStore
@@ -44,7 +45,7 @@ def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
 def open_store(proxy, s3_bucket, monkeypatch) -> Callable[[str], ObjectStore]:
     def open_kind(kind: str) -> ObjectStore:
         if kind == "s3":
-            return S3Store(s3_bucket.name, "")
+            return S3Store(f"s3://{s3_bucket.name}")
         if kind == "web":
             return open_url(f"{proxy.url}/{s3_bucket.name}")
         from obstore.store import S3Store as Objects
@@ -102,7 +103,7 @@ def test_only_32_abandoned_calls_run_and_further_ones_are_not_begun(monkeypatch)
 
 def test_a_larger_transfer_has_more_time_and_a_pack_that_drips_leaves_some_for_the_others_of_a_restore():
     assert limit_s(0) < limit_s(4 * MIB) < limit_s(100 * MIB) < 10 * 60
-    assert limit_s(transfer.READ_BYTES) < Settings().restore_timeout_s
+    assert limit_s(READ_BYTES) < Settings().restore_timeout_s
 
 
 def test_where_no_thread_can_be_started_the_call_is_made_all_the_same():

@@ -14,14 +14,14 @@ from huggingface_hub import constants
 from machines import write_files
 from programs import run_program
 
-from compile_cache.key.model_version import has_common_name, hub_commit, model_name, model_version, split_revision
+from compile_cache.key.model_version import has_common_name, model_name, model_version, split_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HEADER = json.dumps({"weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
 
-PRINT_COMMIT = """
-from compile_cache.key.model_version import hub_commit
-print(hub_commit("org/name", "some-branch"))
+PRINT_VERSION = """
+from compile_cache.key.model_version import model_version
+print(model_version("org/name@some-branch", ()))
 """
 
 
@@ -151,10 +151,6 @@ def test_a_revision_stands_after_the_at_sign_that_is_not_of_a_folders_name(tmp_p
     assert split_revision(str(folder)) == (str(folder), None)
 
 
-def test_a_commit_is_the_version_without_asking_anyone():
-    assert hub_commit("org/name", COMMIT) == COMMIT
-
-
 def test_hub_ids_at_different_commits_are_different_versions():
     ids = (f"org/name@{COMMIT}", f"org/name@{COMMIT[::-1]}", f"org/other@{COMMIT}")
     assert len({version(each) for each in (*ids, *ids)}) == 3
@@ -162,15 +158,16 @@ def test_hub_ids_at_different_commits_are_different_versions():
 
 @pytest.fixture
 def references(tmp_path, monkeypatch) -> Path:
-    """The revisions of `org/name` in the local hub cache."""
+    """The revisions of `org/name` in the local hub cache, which has the snapshot of a commit."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--name" / "snapshots" / COMMIT).mkdir(parents=True)
     return tmp_path / "models--org--name" / "refs"
 
 
 @pytest.mark.parametrize("revision", ["main", "refs/pr/1"])
 def test_a_downloaded_revision_is_the_commit_in_the_local_hub_cache(references, revision):
     write_files(references, {revision: COMMIT.encode()})
-    assert hub_commit("org/name", revision) == COMMIT
+    assert version(f"org/name@{revision}") == version(f"org/name@{COMMIT}")
 
 
 def test_the_default_revision_is_main(references):
@@ -181,8 +178,8 @@ def test_the_default_revision_is_main(references):
 @pytest.mark.parametrize("lacking", ["import socket; socket.socket", "import sys; sys.modules['huggingface_hub']"])
 def test_a_hub_id_that_is_not_downloaded_stands_for_itself_and_nobody_is_asked(tmp_path, lacking):
     """Also without huggingface_hub: the library requires torch and zstandard only."""
-    done = run_program(f"{lacking} = None\n{PRINT_COMMIT}", HF_HUB_OFFLINE=None, HF_HOME=str(tmp_path))
-    assert done.stdout.strip() == "some-branch", done.stderr
+    done = run_program(f"{lacking} = None\n{PRINT_VERSION}", HF_HUB_OFFLINE=None, HF_HOME=str(tmp_path))
+    assert done.stdout.strip() == version("org/name@some-branch"), done.stderr
 
 
 # Links.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
+from random import Random
 from unittest import mock
 
 import pytest
-from hostile_packs import OneObject
+import zstandard
+from hostile_packs import OneObject, digest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.errors import StoreError, StoreUnavailable
-from compile_cache.storage.stores.transfer import READ_BYTES, THREADS, in_daemon_threads, read_pieces
+from compile_cache.storage.pack.format import READ_BYTES, unpack
+from compile_cache.storage.pack.manifest import PackFile
+from compile_cache.storage.stores.transfer import THREADS, in_daemon_threads, open_part
 
 CONTENT = bytes(range(100))
 
@@ -25,35 +28,35 @@ class Generous(OneObject):
         return self.content[start:]
 
 
-# read_pieces.
+# open_part.
 
 
 @given(st.data(), st.sampled_from([OneObject, Generous]))
-def test_the_pieces_are_read_and_nothing_twice(data, kind):
-    start = data.draw(st.integers(0, 100))
-    cuts = sorted(data.draw(st.lists(st.integers(start, 100), max_size=10)))
+def test_a_part_is_read_to_its_end_and_nothing_twice(data, kind):
+    start, end = sorted(data.draw(st.tuples(st.integers(0, 100), st.integers(0, 100))))
     store = kind(CONTENT)
-    places = list(pairwise([start, *cuts]))
-    with mock.patch("compile_cache.storage.stores.transfer.READ_BYTES", 7):
-        sizes = [end - begin for begin, end in places]
-        pieces = list(read_pieces(store, "name", start, sizes))
-    assert pieces == [CONTENT[begin:end] for begin, end in places]
+    request_bytes = data.draw(st.integers(1, 60))
+    part = open_part(store, "name", start, end, request_bytes)
+    pieces = []
+    while piece := part.read(data.draw(st.integers(1, 60))):
+        pieces.append(piece)
+    assert b"".join(pieces) == CONTENT[start:end]
     asked = [position for first, size in store.requests for position in range(first, first + size)]
-    assert asked == list(range(start, max([start, *cuts])))
-    assert all(size <= 7 for _, size in store.requests)
+    assert asked == list(range(start, end))
 
 
-def test_a_request_is_for_at_most_4_mib():
-    store = OneObject(bytes(READ_BYTES + 1))
-    (piece,) = read_pieces(store, "name", 0, [READ_BYTES + 1])
-    assert len(piece) == READ_BYTES + 1
-    assert store.requests == [(0, READ_BYTES), (READ_BYTES, 1)]
+def test_a_run_is_read_in_requests_of_at_most_4_mib():
+    content = Random(0).randbytes(READ_BYTES)
+    store = OneObject(zstandard.compress(content))
+    file = PackFile("path", "key", READ_BYTES, digest(content))
+    unpack(open_part(store, "name", 0, len(store.content)), [file], None)
+    assert store.requests == [(0, READ_BYTES), (READ_BYTES, len(store.content) - READ_BYTES)]
 
 
 def test_an_object_that_ends_before_it_should_is_the_stores_failure():
     """And not the pack's, which would be remembered as refused."""
     with pytest.raises(StoreUnavailable, match="sent 10 of 110 bytes from 90 on"):
-        next(read_pieces(OneObject(CONTENT), "name", 90, [50, 60]))
+        open_part(OneObject(CONTENT), "name", 90, 200).read(READ_BYTES)
 
 
 # in_daemon_threads.

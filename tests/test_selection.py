@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_cache.storage.fetch import choose
-from compile_cache.storage.pack.manifest import Manifest, PackFile, check_paths
+from compile_cache.storage.pack.manifest import Frame, Manifest, PackFile, check_paths
 
 
 def file(path: str, content: str = "A", key: str | None = None) -> PackFile:
@@ -18,7 +18,7 @@ def file(path: str, content: str = "A", key: str | None = None) -> PackFile:
 
 
 def pack(*files: PackFile) -> Manifest:
-    return Manifest(KEY, files, (), "", 0.0)
+    return Manifest(KEY, (Frame(1, files),), "", 0.0)
 
 
 def chosen_of(packs: Sequence[Manifest]) -> dict[str, PackFile]:

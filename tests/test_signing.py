@@ -8,7 +8,7 @@ from signing_keys import make_keys
 
 from compile_cache.errors import PackError, SettingsError
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.storage.pack.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, TrustedKeys
+from compile_cache.storage.pack.signing import PRIVATE_PREFIX, PUBLIC_PREFIX, Signer, trusted_keys, verify
 from compile_cache.storage.rules import Rules
 
 MANIFEST = b'{"format": 1, "files": []}'
@@ -21,10 +21,10 @@ import sys
 sys.modules["cryptography"] = None
 from compile_cache.errors import SettingsError
 from compile_cache.settings import Settings
-from compile_cache.storage.pack.signing import Signer, TrustedKeys, generate_keys
+from compile_cache.storage.pack.signing import Signer, generate_keys, trusted_keys, verify
 from compile_cache.storage.rules import Rules
 Rules.of(Settings())
-assert TrustedKeys().verify(b"manifest", b"") is None
+assert verify(b"manifest", b"", frozenset()) is None
 try:
     {}
 except SettingsError as error:
@@ -34,22 +34,22 @@ NEEDING_CRYPTOGRAPHY = {
     "generate": "generate_keys()",
     "sign": f"Signer({PRIVATE!r})",
     "settings": f"Rules.of(Settings(signing_key={PRIVATE!r}))",
-    "verify": f"TrustedKeys([{PUBLIC!r}]).verify({MANIFEST!r}, {SIGNATURE!r})",
+    "verify": f"verify({MANIFEST!r}, {SIGNATURE!r}, trusted_keys([{PUBLIC!r}]))",
 }
 
 
 def refused(manifest: bytes, signature: bytes, *keys: str) -> str:
     with pytest.raises(PackError) as caught:
-        TrustedKeys(keys or (PUBLIC,)).verify(manifest, signature)
+        verify(manifest, signature, trusted_keys(keys or (PUBLIC,)))
     return str(caught.value)
 
 
 def test_any_of_the_trusted_keys_will_do_and_without_any_every_pack():
     assert len(SIGNATURE) == 96
-    assert TrustedKeys().verify(MANIFEST, b"") is None
-    keys = TrustedKeys([OTHER_PUBLIC, PUBLIC])
-    assert keys.verify(MANIFEST, SIGNATURE) == PUBLIC
-    assert keys.verify(MANIFEST, Signer(OTHER_PRIVATE).sign(MANIFEST)) == OTHER_PUBLIC
+    assert verify(MANIFEST, b"", frozenset()) is None
+    keys = trusted_keys([OTHER_PUBLIC, PUBLIC])
+    assert verify(MANIFEST, SIGNATURE, keys) == PUBLIC
+    assert verify(MANIFEST, Signer(OTHER_PRIVATE).sign(MANIFEST), keys) == OTHER_PUBLIC
     assert refused(MANIFEST[:-1], SIGNATURE)
 
 

@@ -249,7 +249,7 @@ class Published:
         """What the next boot on another host gets; fails if anything is listed that is not whole."""
         fetched = self.healthy.fetch()
         assert fetched.refused == ()
-        return {path: next(self.healthy.directory.inbox.glob(f"*/{path}")).read_bytes() for path in fetched.files}
+        return {path: (self.healthy.directory.inbox / path).read_bytes() for path in fetched.files}
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def start(tmp_path, key, s3_bucket, proxy, monkeypatch) -> Iterator[Callable[[],
 
     def machine(endpoint_url: str, name: str) -> Machine:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint_url)
-        return Machine.at(tmp_path / name, S3Store(s3_bucket.name, "models"), key, environment)
+        return Machine.at(tmp_path / name, S3Store(f"s3://{s3_bucket.name}/models"), key, environment)
 
     def make() -> Published:
         spoiled = machine(proxy.url, "spoiled")

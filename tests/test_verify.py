@@ -15,7 +15,7 @@ from signing_keys import make_keys
 
 from compile_cache.errors import StoreUnavailable
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer, trusted_keys
 from compile_cache.storage.rules import PackState, Rules, VerifiedPack, verify_packs
 from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.local import LocalStore
@@ -55,15 +55,15 @@ class Row:
 
 
 SOUND, DAMAGED, REFUSED = PackState.SOUND, PackState.DAMAGED, PackState.REFUSED
-OURS = Rules(trusted=TrustedKeys([PUBLIC]))
-THEIRS = Rules(trusted=TrustedKeys([STRANGER]))
+OURS = Rules(trusted=trusted_keys([PUBLIC]))
+THEIRS = Rules(trusted=trusted_keys([STRANGER]))
 ROWS = {
     "in its place": Row(SOUND),
     "a flipped bit": Row(DAMAGED, r"\w", flip_last),
     "a flipped bit, and only the head is read": Row(SOUND, "", flip_last, is_large=True, whole=False),
     **{f"cut to {size} bytes": Row(DAMAGED, r"\w", lambda pack, size=size: pack[:size]) for size in (0, 5, 60, 300)},
     "no pack": Row(DAMAGED, "does not begin like a pack", lambda pack: b"hello" * 100),
-    "a later format": Row(REFUSED, "format 3", lambda pack: pack[:16] + struct.pack("<I", 3) + pack[20:]),
+    "a later format": Row(REFUSED, "format 4", lambda pack: pack[:16] + struct.pack("<I", 4) + pack[20:]),
     **{
         f"beyond {limits}": Row(REFUSED, r"\w", rules=Rules(limits), is_large=True)
         for limits in (Limits(size_bytes=1000), Limits(manifest_bytes=100))

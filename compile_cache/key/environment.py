@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -185,7 +186,7 @@ def _core_of(cpu: int) -> str:
 
 
 def _installed_torch() -> list[str]:
-    """The version, CUDA and HIP of the installed torch, read from its `version.py` without importing it.
+    """The version, CUDA and HIP of the installed torch, from its `version.py`, which imports nothing of torch.
 
     The package metadata lacks the build ("2.11.0" for 2.11.0+cu130), which decides which artifacts can be loaded.
     """
@@ -194,10 +195,8 @@ def _installed_torch() -> list[str]:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ["", "", ""]
-    text = Path(spec.origin).with_name("version.py").read_text()
-    names = ("__version__", "cuda", "hip")
-    found = [re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in names]
-    return [match[1] if match else "" for match in found]
+    found = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return [found.get(name) or "" for name in ("__version__", "cuda", "hip")]
 
 
 def installed_version(distribution: str) -> str:

@@ -16,7 +16,6 @@ from compile_cache.key.managed_weights import ManagedWeights, managed_weights
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx"})
 _LARGEST_READ_BYTES = 16 << 20  # tokenizers are smaller; larger files are weights
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Names of folders in many projects, and of snapshots in the hub's cache, which are named after their commit.
 _COMMON_NAME = re.compile(r"(models?|weights|checkpoints?|ckpt|src|[0-9a-f]{40})", re.IGNORECASE)
@@ -74,7 +73,9 @@ def _ingredients(model: str, sources: Sequence[str | Path]) -> Iterator[tuple[st
         for path in _paths(Path(name)):
             yield path.relative_to(name).as_posix(), _model_content(path)
     elif _HUB_ID.fullmatch(name):
-        yield name, hub_commit(name, revision or "main").encode()
+        # If it is not downloaded, torch's own keys tell graphs of different commits apart.
+        folder = hub_folder(name, revision)
+        yield name, (folder.name if folder else revision or "main").encode()
     else:
         yield name, (revision or "").encode()
     for source in [Path(source).absolute() for source in sources]:  # `.` has a name, too
@@ -120,38 +121,19 @@ def _paths(folder: Path, suffix: str = "") -> list[Path]:
     return sorted(found)
 
 
-def hub_commit(name: str, revision: str) -> str:
-    """The commit of a hub repository's `revision`, if the local hub cache knows it; else `revision`. Then torch's own
-    keys tell graphs of different commits apart."""
-    repository = _hub_repository(name)
-    return _commit(repository, revision) if repository is not None else revision
-
-
 def hub_folder(name: str, revision: str | None, cache: Path | None = None) -> Path | None:
-    """The snapshot of a hub repository in the local hub cache, or in the folder `cache`; None if there is none."""
-    repository = _hub_repository(name, cache) if _HUB_ID.fullmatch(name) else None
-    if repository is None:
+    """The snapshot of a hub repository in the local hub cache, or in the folder `cache`, named after its commit. None
+    if there is none, or without the hub's library."""
+    if not _HUB_ID.fullmatch(name):
         return None
-    commit = _commit(repository, revision or "main")
-    folder = repository / "snapshots" / commit
-    return folder if re.fullmatch(r"[\w-]+", commit) and os.path.isdir(folder) else None
-
-
-def _hub_repository(name: str, cache: Path | None = None) -> Path | None:
-    """Where the hub's library keeps a repository's files, there or not; None without that library."""
     if cache is None:
         try:
             from huggingface_hub.constants import HF_HUB_CACHE  # imported alone, it takes milliseconds
         except ImportError:
             return None
         cache = Path(HF_HUB_CACHE)
-    return cache / f"models--{name.replace('/', '--')}"
-
-
-def _commit(repository: Path, revision: str) -> str:
-    if _COMMIT.fullmatch(revision):
-        return revision
-    try:
-        return (repository / "refs" / revision).read_text().strip()
-    except (OSError, ValueError):  # it is not downloaded, or no text
-        return revision
+    repository, commit = cache / f"models--{name.replace('/', '--')}", revision or "main"
+    with contextlib.suppress(OSError, ValueError):  # it is a commit, is not downloaded, or is no text
+        commit = (repository / "refs" / commit).read_text().strip()
+    folder = repository / "snapshots" / commit
+    return folder if re.fullmatch(r"[\w-]+", commit) and os.path.isdir(folder) else None

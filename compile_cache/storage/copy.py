@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from pathlib import Path
 from compile_cache.errors import PackError, RefusedPack, StoreError
 from compile_cache.key.cache_key import CacheKey
 from compile_cache.storage.catalog import ROOT, read_catalog, read_record
+from compile_cache.storage.pack.format import READ_BYTES
 from compile_cache.storage.rules import Rules, read_stored_head, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, ReadableStore, StoredObject
 from compile_cache.storage.stores.local import LocalStore
-from compile_cache.storage.stores.transfer import READ_BYTES
+from compile_cache.storage.stores.transfer import open_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,6 @@ def _read_verified(source: ReadableStore, pack: StoredObject, folder: Path, rule
     local = folder / pack.name
     local.parent.mkdir(parents=True)
     with local.open("wb") as file:
-        for start in range(0, pack.size_bytes, READ_BYTES):
-            file.write(source.read(pack.name, start, min(READ_BYTES, pack.size_bytes - start)))
+        shutil.copyfileobj(open_part(source, pack.name, 0, pack.size_bytes), file, READ_BYTES)
     verify_pack(LocalStore(folder), pack, rules)
     return local

@@ -10,15 +10,15 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, RefusedPack, StoreError, StoreUnavailable
+from compile_cache.errors import ObjectNotFound, PackError, RefusedPack, StoreError, StoreUnavailable
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.catalog import Version, read_catalog
+from compile_cache.storage.catalog import read_catalog
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept
-from compile_cache.storage.pack.format import Run, runs, unpack_run
+from compile_cache.storage.pack.format import Run, runs, unpack
 from compile_cache.storage.pack.manifest import Manifest, PackFile, folders_of
 from compile_cache.storage.rules import Rules, StoredPack, read_stored_head, too_many
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.stores.transfer import READ_BYTES, in_daemon_threads, read_pieces
+from compile_cache.storage.stores.transfer import in_daemon_threads, open_part
 
 _MOST_LISTINGS = 5
 _MOST_PREDECESSORS = 3
@@ -28,21 +28,12 @@ _MOST_PREDECESSORS = 3
 Chosen = Mapping[str, PackFile]
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The sum of a key's packs: those that have chosen files, and these. `refused` packs are left out."""
-
-    needed: Sequence[tuple[StoredPack, Chosen]]
-    refused: tuple[RefusedPack, ...]
-
-
 class PacksOfKey:
     """The packs of `key` in `store` whose heads verify under `rules`. For one thread at a time.
 
     `known` has these packs by name, oldest first. Beyond the number that the limits allow, the oldest count, so a flood
-    of packs displaces none that were there before. `uses` has the names of the marks of the days when the key was used.
-    `seen` has the logical key and the path of each file of all packs that were ever known, those deleted meanwhile
-    among them, but not of damaged ones.
+    of packs displaces none that were there before. `seen` has the logical key and the path of each file of all packs
+    that were ever known, those deleted meanwhile among them, but not of damaged ones.
     """
 
     def __init__(self, store: ReadableStore, key: CacheKey, rules: Rules) -> None:
@@ -50,15 +41,21 @@ class PacksOfKey:
         self.key = key
         self.rules = rules
         self.known: dict[str, StoredPack] = {}
-        self.uses: set[str] = set()
         self.seen: set[tuple[str, str]] = set()
-        # Packs that count as absent, by name, with the kind of error.
-        self._refused: dict[str, tuple[RefusedPack, type[Exception]]] = {}
+        # Packs that count as absent, by name, and those beyond the number that is used.
+        self._refused: dict[str, PackError | StoreError] = {}
+        self._unread: set[str] = set()
 
     @property
     def is_fully_known(self) -> bool:
         """Whether the store has answered for every listed pack, with its head or with a final refusal."""
-        return not any(issubclass(kind, StoreUnavailable) for _, kind in self._refused.values())
+        return not any(isinstance(error, StoreUnavailable) for error in self._refused.values())
+
+    @property
+    def refused(self) -> tuple[RefusedPack, ...]:
+        """The packs that are left out, with the reasons."""
+        unread = (RefusedPack(name, too_many(self.rules.limits), is_final=False) for name in self._unread)
+        return (*(RefusedPack.after(name, error) for name, error in self._refused.items()), *unread)
 
     @property
     def is_full(self) -> bool:
@@ -71,9 +68,7 @@ class PacksOfKey:
         Raises:
             StoreError: the store cannot be listed.
         """
-        version = next(iter(read_catalog(self.store, self.key.prefix).versions), Version(self.key))
-        self.uses = {mark.name for mark in version.marks}
-        return version.packs
+        return [pack for version in read_catalog(self.store, self.key.prefix).versions for pack in version.packs]
 
     def refresh(self) -> None:
         """List the store, and read the heads of new packs in parallel. A pack that vanishes before it is read was
@@ -82,20 +77,20 @@ class PacksOfKey:
         Raises:
             StoreError: the store cannot be listed.
         """
-        vanished: Sequence[str] = ()
         for _ in range(_MOST_LISTINGS):
-            before, vanished = vanished, self._look()
-            if not set(vanished) - set(before):
-                break  # the store lists this pack but does not have it, so it was not merged
-        for name in vanished:
-            self._refuse(name, ObjectNotFound("the store lists it, but does not have it"))
+            before = self._vanished()
+            self._look()
+            if self._vanished() <= before:
+                break  # the store lists these packs but does not have them, so they were not merged
 
-    def _look(self) -> Sequence[str]:
-        """List once, and read the heads of new packs. Returns the names of packs that vanished meanwhile."""
+    def _vanished(self) -> set[str]:
+        return {name for name, error in self._refused.items() if isinstance(error, ObjectNotFound)}
+
+    def _look(self) -> None:
+        """List once, and read the heads of new packs."""
         entries = self.list()
         found = {entry.name: pack for entry in entries if (pack := self.known.get(entry.name))}
-        vanished: list[str] = []
-        self._refused = {name: refused for name, refused in self._refused.items() if refused[0].is_final}
+        self._refused = {name: error for name, error in self._refused.items() if isinstance(error, PackError)}
         most = self.rules.limits.packs
 
         def look(entry: StoredObject) -> None:
@@ -103,18 +98,14 @@ class PacksOfKey:
                 return  # the oldest are read first
             try:
                 found[entry.name] = StoredPack(entry, read_stored_head(self.store, entry, self.rules))
-            except ObjectNotFound:
-                vanished.append(entry.name)
             except (PackError, StoreError) as error:
                 self._refuse(entry.name, error)
 
         unseen = [entry for entry in entries if entry.name not in found and entry.name not in self._refused]
         in_daemon_threads(look, unseen)
         self.known = dict([(entry.name, found[entry.name]) for entry in entries if entry.name in found][:most])
-        for name in {entry.name for entry in entries} - self.known.keys() - self._refused.keys() - {*vanished}:
-            self._refused[name] = RefusedPack(name, too_many(self.rules.limits), is_final=False), PackForbidden
+        self._unread = {entry.name for entry in entries} - self.known.keys() - self._refused.keys()
         self.seen |= self._files()
-        return vanished
 
     def _files(self) -> set[tuple[str, str]]:
         return {pair for pack in self.known.values() for pair in _keys_and_paths(pack)}
@@ -133,17 +124,17 @@ class PacksOfKey:
         self._refuse(entry.name, error)
 
     def _refuse(self, name: str, error: PackError | StoreError) -> None:
-        self._refused[name] = RefusedPack.after(name, error), type(error)
+        self._refused[name] = type(error)(str(error))  # without its traceback, which holds what was read
 
-    def select(self) -> Selection:
-        """The files to restore."""
+    def select(self) -> Sequence[tuple[StoredPack, Chosen]]:
+        """The files to restore, and the packs that have them."""
         chosen = choose([pack.head.manifest for pack in self.known.values()])
         paths = set[str]().union(*chosen)
         needed = []
         for pack, files in zip(self.known.values(), chosen, strict=True):
             if whole := {path: file for path, file in files.items() if not _lacks_binary(path, paths)}:
                 needed.append((pack, whole))
-        return Selection(needed, tuple(refused for refused, _ in self._refused.values()))
+        return needed
 
 
 def _keys_and_paths(pack: StoredPack) -> set[tuple[str, str]]:
@@ -208,8 +199,8 @@ def kept_files(packs: Iterable[StoredPack]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Verified files: their owners, by the path inside the cache directory, which does not have them yet. Each lies in
-    the inbox, in the folder of its pack. They came from the objects `packs`."""
+    """Verified files in the inbox: their owners, by the path inside the cache directory, which does not have them yet.
+    They came from the objects `packs`."""
 
     files: Mapping[str, str] = field(default_factory=dict)
     packs: tuple[str, ...] = ()
@@ -232,8 +223,8 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
     packs.refresh()
     listings = 1
     while True:
-        selection = packs.select()
-        failures = _unpack(packs.store, inbox, selection.needed) if inbox else ()
+        needed = packs.select()
+        failures = _unpack(packs.store, inbox, needed) if inbox else ()
         if not failures:
             break
         for pack, error in failures:
@@ -243,12 +234,11 @@ def fetch(packs: PacksOfKey, inbox: Path | None) -> Fetched:
             packs.refresh()
     owners: dict[str, str] = {}
     stored_bytes = 0
-    for pack, chosen in selection.needed:
+    for pack, chosen in needed:
         owners |= {path: file.owner for path, file in chosen.items()}
-        stored_bytes += pack.head.start
-        stored_bytes += sum(group[-1].end - group[0].start for group in _groups(pack, chosen))
-    names = tuple(pack.entry.name for pack, _ in selection.needed)
-    return Fetched(owners, names, selection.refused, stored_bytes)
+        stored_bytes += pack.head.start + sum(run.end - run.start for run in runs(pack.head, chosen))
+    names = tuple(pack.entry.name for pack, _ in needed)
+    return Fetched(owners, names, packs.refused, stored_bytes)
 
 
 def install(fetched: Fetched, directory: CacheDirectory) -> int:
@@ -260,8 +250,7 @@ def install(fetched: Fetched, directory: CacheDirectory) -> int:
     if fetched.seeded_from:
         directory.ledger.plant(fetched.files)
     directory.ledger.expect(fetched.files)
-    for folder in directory.inbox.iterdir():
-        _move_into(str(folder), str(directory.path))
+    _move_into(str(directory.inbox), str(directory.path))
     return len(fetched.files)
 
 
@@ -277,37 +266,18 @@ def _move_into(source: str, target: str) -> None:
 def _unpack(
     store: ReadableStore, inbox: Path, needed: Sequence[tuple[StoredPack, Chosen]]
 ) -> Sequence[tuple[StoredPack, PackError | StoreError]]:
-    """Unpack the runs that hold the chosen files of each pack, each pack into its own folder of the emptied inbox.
-    Returns the packs that failed, with their errors."""
+    """Unpack the chosen files of each pack into the emptied inbox. Returns the packs that failed, with their errors."""
     empty_folder(inbox)  # only what this round verifies is installed
     failures: dict[str, tuple[StoredPack, PackError | StoreError]] = {}
 
-    def work(task: tuple[StoredPack, Chosen, list[Run]]) -> None:
-        pack, chosen, group = task
+    def work(task: tuple[StoredPack, Chosen, Run]) -> None:
+        pack, chosen, run = task
         if pack.entry.name in failures:
             return
-        sizes = [size_bytes for run in group for size_bytes in run.frame_sizes]
-        frames = read_pieces(store, pack.entry.name, group[0].start, sizes)
-        folder = inbox / os.path.basename(pack.entry.name).partition(".")[0]
         try:
-            for run in group:
-                unpack_run(frames, run, folder, chosen)
+            unpack(open_part(store, pack.entry.name, run.start, run.end), run.files, inbox, chosen)
         except (PackError, StoreError) as error:
             failures[pack.entry.name] = pack, error
 
-    in_daemon_threads(work, [(pack, chosen, group) for pack, chosen in needed for group in _groups(pack, chosen)])
+    in_daemon_threads(work, [(pack, chosen, run) for pack, chosen in needed for run in runs(pack.head, chosen)])
     return list(failures.values())
-
-
-def _groups(pack: StoredPack, chosen: Chosen) -> Iterator[list[Run]]:
-    """The runs that hold the chosen files, with neighbours grouped into one request."""
-    group: list[Run] = []
-    for run in runs(pack.head):
-        if not any(file.path in chosen for file in run.files):
-            continue
-        if group and (run.start != group[-1].end or run.end - group[0].start > READ_BYTES):
-            yield group
-            group = []
-        group.append(run)
-    if group:
-        yield group

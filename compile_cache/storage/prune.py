@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from compile_cache.storage.catalog import RECORD, ROOT, Catalog, Version, read_catalog
+from compile_cache.storage.catalog import Catalog, Version, read_catalog
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
 from compile_cache.storage.stores.local import index_folder
 
@@ -81,6 +81,6 @@ def remove(store: ObjectStore, due: Iterable[StoredObject]) -> list[StoredObject
         removed.append(entry)
     catalog = read_catalog(store)
     for digest in catalog.records.keys() - {version.key.environment for version in catalog.versions}:
-        store.delete(f"{ROOT}{digest}/{RECORD}")
+        store.delete(catalog.records[digest].name)
     index_folder(store)
     return removed

@@ -7,18 +7,20 @@ names its content, so a boot reads only the frames that it needs, and a publishe
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from compile_cache.errors import ObjectNotFound, PackError, log
 from compile_cache.files import blank_file
 from compile_cache.key.environment import Environment
+from compile_cache.storage.catalog import RECORD, read_catalog
 from compile_cache.storage.directory import CacheDirectory, empty_folder, is_kept, logical_key
 from compile_cache.storage.fetch import PacksOfKey, choose, kept_files
-from compile_cache.storage.pack.format import Pack, Source, read_head, write_pack
+from compile_cache.storage.pack.format import Pack, Source, batches, read_head, write_pack
 from compile_cache.storage.pack.manifest import PackFile
 from compile_cache.storage.rules import StoredPack, verify_pack
 from compile_cache.storage.stores.base import ObjectStore, StoredObject
@@ -26,7 +28,8 @@ from compile_cache.storage.stores.base import ObjectStore, StoredObject
 MOST_PACKS = 4
 # torch's folders of graphs, which have texts for people.
 _GRAPHS = {"fxgraph", "aotautograd"}
-# The first packs are small, so that the most valuable files are stored even if there is hardly any time.
+# Each pack has up to twice the bytes of the one before: the first are small, so that the most valuable files are stored
+# even if there is hardly any time.
 _SMALLEST_PART_BYTES = 4 << 20
 _LARGEST_PART_BYTES = 64 << 20
 
@@ -58,7 +61,8 @@ class Publication:
         """
         self.packs.refresh()
         empty_folder(self.directory.outbox)
-        parts = _parts(sorted(self._new(files), key=_by_value))
+        most_bytes = (min(_SMALLEST_PART_BYTES << number, _LARGEST_PART_BYTES) for number in itertools.count())
+        parts = batches(sorted(self._new(files), key=_by_value), most_bytes)
         return tuple(pack for part in parts for pack in self._write(part, creator))
 
     def _new(self, files: Mapping[str, str]) -> Iterator[Source]:
@@ -93,7 +97,7 @@ class Publication:
                 log.warning("publish.left_out files=%d path=%.200r reason=%s", len(part), part[0].path, error)
                 self.directory.ledger.withheld.update(source.path for source in part)
                 return
-            middle = min(cuts, key=lambda place: abs(place - len(part) // 2))
+            middle = cuts[len(cuts) // 2]
             yield from self._write(part[:middle], creator)
             yield from self._write(part[middle:], creator)
 
@@ -107,7 +111,7 @@ class Publication:
         pack = write_pack(folder, self.packs.key, sources, creator, rules.signer)
         try:
             with pack.local.open("rb") as file:
-                read_head(file.read(pack.start), pack.name, rules.limits, rules.trusted)
+                read_head(file, pack.name, rules.limits, rules.trusted)
         except PackError:
             pack.local.unlink()
             raise
@@ -129,7 +133,7 @@ class Publication:
         self.packs.add(StoredPack(StoredObject(name, pack.stored_bytes, pack.manifest.created_s), pack))
         self._kept |= {file.path: file.sha256 for file in pack.manifest.files}
         if is_first:
-            record = self.packs.key.environment_prefix + "environment.json"
+            record = self.packs.key.environment_prefix + RECORD
             self._writing.put(record, self._environment.to_json().encode())
 
     def merge(self, creator: str) -> int:
@@ -182,13 +186,14 @@ class Publication:
         Raises:
             StoreError: the use cannot be recorded.
         """
-        name = f"{self.packs.key.prefix}used-{today}"
-        if not self.packs.known or name in self.packs.uses:
+        if not self.packs.known:
             return
-        self._writing.put(name, b"")
-        for older in [use for use in self.packs.uses if use < name]:
+        prefix = f"{self.packs.key.prefix}used-"
+        uses = [mark.name for version in read_catalog(self._writing, prefix).versions for mark in version.marks]
+        if prefix + today not in uses:
+            self._writing.put(prefix + today, b"")
+        for older in [use for use in uses if use < prefix + today]:
             self._writing.delete(older)
-        self.packs.uses = {name}
 
 
 def _mergeable(packs: PacksOfKey, directory: Path) -> tuple[Mapping[str, StoredPack], Mapping[str, PackFile]]:
@@ -248,23 +253,3 @@ def _by_value(source: Source) -> tuple[int, str]:
     if source.key != source.path:
         return 0, source.path
     return (1 if source.path.endswith((".so", ".cubin", ".hsaco", ".py")) else 2), source.path
-
-
-def _parts(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """`sources` in order, in parts of limited size. Each limit is twice the one before."""
-    part: list[Source] = []
-    size_bytes, most_bytes = 0, _SMALLEST_PART_BYTES
-    for source in sources:
-        # All files of a logical key go into one pack, because a restore takes them from the first pack that has the
-        # key.
-        if part and size_bytes > most_bytes and source.key != part[-1].key:
-            yield part
-            part, size_bytes, most_bytes = [], 0, min(2 * most_bytes, _LARGEST_PART_BYTES)
-        part.append(source)
-        size_bytes += _size_bytes(source)
-    if part:
-        yield part
-
-
-def _size_bytes(source: Source) -> int:
-    return source.local.stat().st_size if source.local.exists() else 0

@@ -10,11 +10,11 @@ from enum import StrEnum
 
 from compile_cache.errors import ObjectNotFound, PackError, PackForbidden, SettingsError, StoreError
 from compile_cache.settings import PREFIX, Settings
-from compile_cache.storage.pack.format import Head, parse_header, read_head, runs, unpack_run
+from compile_cache.storage.pack.format import Head, read_head, runs, unpack
 from compile_cache.storage.pack.manifest import Limits
-from compile_cache.storage.pack.signing import Signer, TrustedKeys
+from compile_cache.storage.pack.signing import Signer, trusted_keys
 from compile_cache.storage.stores.base import ReadableStore, StoredObject
-from compile_cache.storage.stores.transfer import in_daemon_threads, read_exactly, read_pieces
+from compile_cache.storage.stores.transfer import in_daemon_threads, open_part
 
 # The first read of a pack, which gets the head of most.
 HEAD_READ_BYTES = 256 << 10
@@ -28,13 +28,13 @@ class Rules:
     """
 
     limits: Limits = field(default_factory=Limits)
-    trusted: TrustedKeys = field(default_factory=TrustedKeys)
+    trusted: frozenset[str] = frozenset()
     signer: Signer | None = None
 
     def __post_init__(self) -> None:
         """Let a signer without trusted keys trust itself."""
         if self.signer and not self.trusted:
-            object.__setattr__(self, "trusted", TrustedKeys([self.signer.public_key]))
+            object.__setattr__(self, "trusted", frozenset([self.signer.public_key]))
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
@@ -45,8 +45,8 @@ class Rules:
                 installed. The message names the variable.
         """
         signer = Signer(settings.signing_key) if settings.signing_key else None
-        trusted = TrustedKeys(settings.trusted_keys)
-        if signer and trusted and signer.public_key not in settings.trusted_keys:
+        trusted = trusted_keys(settings.trusted_keys)
+        if signer and trusted and signer.public_key not in trusted:
             raise SettingsError(
                 f"{PREFIX}SIGNING_KEY is not trusted here, so this boot would refuse its own packs: add "
                 f"{signer.public_key} to {PREFIX}TRUSTED_KEYS"
@@ -70,12 +70,9 @@ def read_stored_head(store: ReadableStore, entry: StoredObject, rules: Rules) ->
         PackError: the pack is damaged. The message says how.
         StoreError: the pack cannot be read.
     """
-    content = read_exactly(store, entry.name, 0, min(HEAD_READ_BYTES, entry.size_bytes))
-    end = min(parse_header(content, rules.limits).end, entry.size_bytes)
-    if len(content) < end:
-        content += read_exactly(store, entry.name, len(content), end - len(content))
     folder, _, name = entry.name.rpartition("/")
-    head = read_head(content, name, rules.limits, rules.trusted)
+    stored = open_part(store, entry.name, 0, entry.size_bytes, HEAD_READ_BYTES)
+    head = read_head(stored, name, rules.limits, rules.trusted)
     if head.stored_bytes != entry.size_bytes:
         raise PackError(f"it has {entry.size_bytes} bytes, but its manifest describes {head.stored_bytes}")
     if head.manifest.key.prefix != f"{folder}/":
@@ -121,9 +118,7 @@ def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head
         StoreError: the pack cannot be read.
     """
     head = read_stored_head(store, entry, rules)
-    in_daemon_threads(
-        lambda run: unpack_run(read_pieces(store, entry.name, run.start, run.frame_sizes), run, None), runs(head)
-    )
+    in_daemon_threads(lambda run: unpack(open_part(store, entry.name, run.start, run.end), run.files, None), runs(head))
     return head
 
 

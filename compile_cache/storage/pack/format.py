@@ -5,27 +5,29 @@ Layout (the whole pack is a valid zstd stream; zstd skips the first and the thir
     header      fixed size: magic, format version, lengths of the two parts that follow
     manifest    one zstd frame of JSON: key, files, frames, creator, time
     signature   a skippable frame, empty in an unsigned pack: of header and manifest, as they are stored
-    frames      independent zstd frames of at most 1 MiB, unpacked, in the manifest's order
+    frames      independent zstd frames of whole files, in the manifest's order: small ones share up to 1 MiB
 
 One ranged read gets the head: header, manifest and signature. Only the head decides whether a pack may be used. Name
-and signature are checked before the manifest is decompressed. Then any file can be read and verified without the
-others, because the manifest has its digest. RFC 8878, sections 3.1.1 and 3.1.2, describes both kinds of frames.
+and signature are checked before the manifest is decompressed. Then any frame can be read and verified without the
+others, because the manifest has the digests of its files. RFC 8878, sections 3.1.1 and 3.1.2, describes both kinds of
+frames.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 import zstandard
@@ -33,14 +35,18 @@ import zstandard
 from compile_cache.errors import PackError, PackForbidden
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.manifest import FRAME_BYTES, Frame, Limits, Manifest, PackFile, parse_manifest
-from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, TrustedKeys
+from compile_cache.storage.pack.manifest import Frame, Limits, Manifest, PackFile, parse_manifest
+from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, verify
 
 _SUFFIX = ".pack"
 PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
 
 _LEVEL = 3
-PACK_VERSION = 2
+PACK_VERSION = 3
+# The files of a frame, unless it has a single one or those of one logical key.
+FRAME_BYTES = 1 << 20
+# One request for frames. Eight threads hold 32 MB in memory.
+READ_BYTES = 4 << 20
 
 _SKIPPABLE = struct.Struct("<II")  # magic number, length
 _HEADER_MAGIC = 0x184D2A50
@@ -62,6 +68,11 @@ class Source:
     path: str
     key: str
     owner: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """The file's size; 0 without the file."""
+        return self.local.stat().st_size if self.local.exists() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +103,13 @@ class Pack(Head):
         return self.local.name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
-    """Frames with whole files, which can be read and verified without the other frames. `start` is the offset of the
-    first frame in the pack."""
+    """Neighbouring frames, from `start` to `end` in the pack, and their files."""
 
     start: int
-    frames: tuple[Frame, ...]
-    files: tuple[PackFile, ...]
-
-    @property
-    def frame_sizes(self) -> Sequence[int]:
-        """The lengths of the frames in the pack."""
-        return [frame.stored_bytes for frame in self.frames]
-
-    @property
-    def end(self) -> int:
-        """The offset behind the run in the pack."""
-        return self.start + sum(self.frame_sizes)
+    end: int
+    files: list[PackFile] = field(default_factory=list)
 
 
 def write_pack(
@@ -123,8 +123,7 @@ def write_pack(
         OSError: a source cannot be read, or `folder` cannot be written.
     """
     with tempfile.TemporaryFile(dir=folder) as body:
-        files, frames = _write_frames(body, sources)
-        manifest = Manifest(key, tuple(files), tuple(frames), creator, time.time())
+        manifest = Manifest(key, tuple(_write_frames(body, sources)), creator, time.time())
         text = msgspec.json.encode(manifest)
         name, head = encode_head(text, signer)
         with replacing(folder / name) as file:
@@ -135,36 +134,41 @@ def write_pack(
     return Pack(manifest, len(head), signed_by, len(text), local=folder / name)
 
 
-def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> tuple[list[PackFile], list[Frame]]:
-    """Write the frames. Small files share a frame and do not cross its end. A file larger than a frame has its own
-    frames."""
+def batches(sources: Iterable[Source], most_bytes: Iterator[int]) -> Iterator[list[Source]]:
+    """`sources` in their order, in batches of at most so many bytes, or of a single logical key: a restore takes all
+    files of a key from one pack."""
+    batch: list[Source] = []
+    room_bytes = next(most_bytes)
+    for source in sources:
+        size_bytes = source.size_bytes
+        if batch and size_bytes > room_bytes and source.key != batch[-1].key:
+            yield batch
+            batch, room_bytes = [], next(most_bytes)
+        batch.append(source)
+        room_bytes -= size_bytes
+    if batch:
+        yield batch
+
+
+def _write_frames(body: BinaryIO, sources: Sequence[Source]) -> Iterator[Frame]:
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    files: list[PackFile] = []
-    frames: list[Frame] = []
-    content = bytearray()
+    for batch in batches(sources, itertools.repeat(FRAME_BYTES)):
+        start = body.tell()
+        with compressor.stream_writer(body, closefd=False) as frame:
+            files = tuple(_write_files(frame, batch))
+        yield Frame(body.tell() - start, files)
 
-    def finish_frame() -> None:
-        if content:
-            stored = compressor.compress(bytes(content))
-            body.write(stored)
-            frames.append(Frame(len(stored), len(content)))
-            content.clear()
 
+def _write_files(frame: BinaryIO, sources: Sequence[Source]) -> Iterator[PackFile]:
     for source in sources:
         digest, size_bytes = hashlib.sha256(), 0
         with contextlib.suppress(FileNotFoundError), source.local.open("rb") as file:
             while chunk := file.read(FRAME_BYTES):
-                if len(content) + len(chunk) > FRAME_BYTES:
-                    finish_frame()
-                content += chunk
+                frame.write(chunk)
                 digest.update(chunk)
                 size_bytes += len(chunk)
-            if size_bytes > FRAME_BYTES:
-                finish_frame()
-            can_run, sha256 = bool(os.fstat(file.fileno()).st_mode & 0o100), digest.hexdigest()
-            files.append(PackFile(source.path, source.key, size_bytes, sha256, source.owner, can_run))
-    finish_frame()
-    return files, frames
+            can_run = bool(os.fstat(file.fileno()).st_mode & 0o100)
+            yield PackFile(source.path, source.key, size_bytes, digest.hexdigest(), source.owner, can_run)
 
 
 def encode_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, bytes]:
@@ -176,31 +180,25 @@ def encode_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, byt
     return _name_of(named), named + _SKIPPABLE.pack(_SIGNATURE_MAGIC, len(signature)) + signature
 
 
-def _name_of(named: bytes | memoryview) -> str:
+def _name_of(named: bytes) -> str:
     """The name of a pack with this header and stored manifest, which has the digests of all files."""
     return hashlib.sha256(named).hexdigest() + _SUFFIX
 
 
-class Header(NamedTuple):
-    """The offsets of the signature and of the first frame of files, which is the end of the head, and the length of the
-    unpacked manifest."""
+def read_head(stored: BinaryIO, name: str, limits: Limits, trusted: frozenset[str]) -> Head:
+    """Verify and read the head of the pack that is stored as `name`, from its beginning.
 
-    manifest_end: int
-    end: int
-    manifest_bytes: int
-
-
-def parse_header(beginning: bytes, limits: Limits) -> Header:
-    """The header of a pack, from its first `HEADER_BYTES`.
+    The checks are, in order: the format, the name, the signature, the limits, and the whole manifest with every path.
 
     Raises:
-        PackForbidden: the pack has another format, or claims more than `limits` allow.
-        PackError: the bytes are not the beginning of a pack.
+        PackForbidden: `limits` or `trusted` forbid the pack's use, or it has another format.
+        PackError: the pack is damaged, and no part of it may be used. The message says how.
     """
-    if len(beginning) < HEADER_BYTES:
-        raise PackError(f"it ends after {len(beginning)} bytes, inside its header")
-    magic, length = _SKIPPABLE.unpack_from(beginning)
-    identity, version, stored_bytes, manifest_bytes, signature_bytes = _HEADER.unpack_from(beginning, _SKIPPABLE.size)
+    header = stored.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        raise PackError(f"it ends after {len(header)} bytes, inside its header")
+    magic, length = _SKIPPABLE.unpack_from(header)
+    identity, version, stored_bytes, manifest_bytes, signature_bytes = _HEADER.unpack_from(header, _SKIPPABLE.size)
     if (magic, length, identity) != (_HEADER_MAGIC, _HEADER.size, _IDENTITY):
         raise PackError("it does not begin like a pack")
     if version != PACK_VERSION:
@@ -209,33 +207,18 @@ def parse_header(beginning: bytes, limits: Limits) -> Header:
         raise PackForbidden(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
     if signature_bytes not in (0, SIGNATURE_BYTES):
         raise PackForbidden(f"its signature has {signature_bytes} bytes, not {SIGNATURE_BYTES}")
-    manifest_end = HEADER_BYTES + stored_bytes
-    return Header(manifest_end, manifest_end + _SKIPPABLE.size + signature_bytes, manifest_bytes)
-
-
-def read_head(content: bytes, name: str, limits: Limits, trusted: TrustedKeys) -> Head:
-    """Verify and read the head of the pack that is stored as `name`. `content` has the whole head, or more.
-
-    The checks are, in order: the format, the name, the signature, the limits, and the whole manifest with every path.
-    Memory holds the unpacked manifest beside `content`.
-
-    Raises:
-        PackForbidden: `limits` or `trusted` forbid the pack's use.
-        PackError: the pack is damaged, and no part of it may be used. The message says how.
-    """
-    header = parse_header(content, limits)
-    if len(content) < header.end:
+    named = header + stored.read(stored_bytes)
+    signature = stored.read(_SKIPPABLE.size + signature_bytes)
+    if len(signature) < _SKIPPABLE.size + signature_bytes:
         raise PackError("it ends before the end of its signature")
-    named = memoryview(content)[: header.manifest_end]
     if _name_of(named) != name:
         raise PackError("its manifest does not match its name")
-    magic, length = _SKIPPABLE.unpack_from(content, header.manifest_end)
-    if (magic, length) != (_SIGNATURE_MAGIC, header.end - header.manifest_end - _SKIPPABLE.size):
+    if _SKIPPABLE.unpack_from(signature) != (_SIGNATURE_MAGIC, signature_bytes):
         raise PackError("its signature is not where it should be")
-    signed_by = trusted.verify(named, content[header.end - length : header.end])
-    text = bytearray(header.manifest_bytes)
-    _unpack_manifest(named[HEADER_BYTES:], text)
-    head = Head(parse_manifest(text, limits), header.end, signed_by, len(text))
+    signed_by = verify(named, signature[_SKIPPABLE.size :], trusted)
+    text = bytearray(manifest_bytes)
+    _unpack_manifest(memoryview(named)[HEADER_BYTES:], text)
+    head = Head(parse_manifest(text, limits), len(named) + len(signature), signed_by, len(text))
     if head.stored_bytes > limits.size_bytes:
         raise PackForbidden(f"it has {head.stored_bytes} bytes; {limits.size_bytes} are allowed")
     return head
@@ -251,54 +234,53 @@ def _unpack_manifest(stored: memoryview, text: bytearray) -> None:
         raise PackError(f"its manifest is damaged: {error}") from error
 
 
-def runs(head: Head) -> Iterator[Run]:
-    """The pack, cut wherever a frame and a file end together: after every frame, except inside large files."""
-    files = iter(head.manifest.files)
-    start = offset = head.start
-    frames: list[Frame] = []
-    inside: list[PackFile] = []
-    missing_bytes = 0  # the bytes of the run's files in later frames
+def runs(head: Head, wanted: Container[str] | None = None) -> list[Run]:
+    """The frames that have `wanted` files, or all frames. A run is at most as long as a request, if it has several."""
+    found: list[Run] = []
+    end = head.start
     for frame in head.manifest.frames:
-        frames.append(frame)
-        offset += frame.stored_bytes
-        missing_bytes -= frame.size_bytes
-        while missing_bytes < 0:
-            inside.append(next(files))
-            missing_bytes += inside[-1].size_bytes
-        if missing_bytes == 0:
-            yield Run(start, tuple(frames), tuple(inside))
-            start, frames, inside = offset, [], []
-    if rest := tuple(files):
-        yield Run(start, (), rest)  # the empty files at the end
+        start, end = end, end + frame.stored_bytes
+        if wanted is not None and not any(file.path in wanted for file in frame.files):
+            continue
+        if not found or found[-1].end != start or end - found[-1].start > READ_BYTES:
+            found.append(Run(start, start))
+        found[-1].end = end
+        found[-1].files += frame.files
+    return found
 
 
-def unpack_run(stored: Iterator[bytes], run: Run, folder: Path | None, wanted: Container[str] | None = None) -> None:
-    """Decompress and verify a run, and write its files, or those that are `wanted`, below `folder`. Without a folder,
-    only verify.
+def unpack(
+    stored: BinaryIO, files: Iterable[PackFile], folder: Path | None, wanted: Container[str] | None = None
+) -> None:
+    """Decompress and verify the files of a run, and write them, or those that are `wanted`, below `folder`. Without a
+    folder, only verify.
 
-    `stored` gives the run's frames, as they are stored. Peak memory is a few frames, whatever the pack claims. After a
-    failure, the caller must delete the files in `folder`, which is not the cache directory.
+    Peak memory is a few MiB, whatever the pack claims. After a failure, the caller must delete the files in `folder`,
+    which is not the cache directory.
 
     Raises:
         PackError: a frame or a file differs from the manifest.
         OSError: `folder` cannot be written.
     """
-    contents = (_decompress(next(stored), frame.size_bytes) for frame in run.frames)
-    rest = memoryview(b"")
-    for file in run.files:
-        digest, left_bytes = hashlib.sha256(), file.size_bytes
-        with _target(folder if wanted is None or file.path in wanted else None, file.path) as target:
-            while left_bytes:
-                rest = rest or memoryview(next(contents))
-                part, rest = rest[:left_bytes], rest[left_bytes:]
-                left_bytes -= len(part)
-                digest.update(part)
-                if target is not None:
-                    target.write(part)
-            if target is not None and file.executable:
-                os.fchmod(target.fileno(), 0o755)
-        if digest.hexdigest() != file.sha256:
-            raise PackError(f"its file {file.path!r} differs from the manifest")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
+    try:
+        content = decompressor.stream_reader(stored, READ_BYTES, read_across_frames=True)
+        for file in files:
+            digest, left_bytes = hashlib.sha256(), file.size_bytes
+            with _target(folder if wanted is None or file.path in wanted else None, file.path) as target:
+                while part := content.read(min(left_bytes, FRAME_BYTES)):
+                    left_bytes -= len(part)
+                    digest.update(part)
+                    if target is not None:
+                        target.write(part)
+                if target is not None and file.executable:
+                    os.fchmod(target.fileno(), 0o755)
+            if left_bytes or digest.hexdigest() != file.sha256:
+                raise PackError(f"its file {file.path!r} differs from the manifest")
+        if content.read(1):
+            raise PackError("its frames have more than its files")
+    except zstandard.ZstdError as error:
+        raise PackError(f"its frame is damaged: {error}") from error
 
 
 def _target(folder: Path | None, path: str) -> contextlib.AbstractContextManager[BinaryIO | None]:
@@ -310,13 +292,3 @@ def _target(folder: Path | None, path: str) -> contextlib.AbstractContextManager
     except FileNotFoundError:  # make each folder once: checking it for each small file would double the cost
         os.makedirs(os.path.dirname(local), exist_ok=True)
         return open(local, "wb")
-
-
-def _decompress(stored: bytes, size_bytes: int) -> bytes:
-    """The `size_bytes` bytes of a zstd frame. A frame that claims another size is not unpacked."""
-    try:
-        if zstandard.frame_content_size(stored) != size_bytes:
-            raise PackError(f"its frame is not {size_bytes} bytes long, as stated")
-        return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise PackError(f"its frame is damaged: {error}") from error

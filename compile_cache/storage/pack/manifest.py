@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -11,11 +11,6 @@ from msgspec import Meta
 
 from compile_cache.errors import PackError, PackForbidden
 from compile_cache.key.cache_key import CacheKey
-
-FRAME_BYTES: Final = 1 << 20
-
-# A frame that claims more is padded: ZSTD_COMPRESSBOUND of 1 MiB, from zstd.h.
-_STORED_FRAME_BYTES: Final = FRAME_BYTES + FRAME_BYTES // 256
 
 _PATH_BYTES = 1024
 _PATH_PARTS = 32
@@ -43,10 +38,10 @@ class PackFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One zstd frame: its length in the pack, and its unpacked length of at most 1 MiB."""
+    """One zstd frame: its length in the pack, and its files, one after the other."""
 
-    stored_bytes: Annotated[int, Meta(ge=1, le=_STORED_FRAME_BYTES)]
-    size_bytes: Annotated[int, Meta(ge=1, le=FRAME_BYTES)]
+    stored_bytes: Size
+    files: tuple[PackFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +58,17 @@ class Limits:
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a pack. The frames have the files one after the other, in this order."""
+    """The content of a pack."""
 
     key: CacheKey
-    files: tuple[PackFile, ...]
     frames: tuple[Frame, ...]
     creator: str
     created_s: Annotated[float, Meta(ge=0, lt=_LATEST_S)]
+
+    @property
+    def files(self) -> list[PackFile]:
+        """The files of all frames, in their order."""
+        return [file for frame in self.frames for file in frame.files]
 
     @property
     def size_bytes(self) -> int:
@@ -91,23 +90,16 @@ def parse_manifest(text: bytes | bytearray, limits: Limits) -> Manifest:
         manifest = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise PackError(f"its manifest cannot be read: {_shown(str(error))}") from error
-    _check(manifest, limits)
-    return manifest
-
-
-def _check(manifest: Manifest, limits: Limits) -> None:
     if manifest.size_bytes > limits.size_bytes:
         raise PackForbidden(f"it unpacks to {manifest.size_bytes} bytes; {limits.size_bytes} are allowed")
-    if manifest.size_bytes != sum(frame.size_bytes for frame in manifest.frames):
-        raise PackError("its files do not match its frames in size")
-    key = manifest.key
     _check_line(manifest.creator, _CREATOR_BYTES, "creator")
-    for part in (key.environment, key.model_name, key.model_version):
+    for part in astuple(manifest.key):
         _check_line(part, _NAME_BYTES, "key")
     for file in manifest.files:
         _check_line(file.key, _KEY_BYTES, "logical key")
         _check_line(file.owner, _PATH_BYTES, "owner")
     check_paths(file.path for file in manifest.files)
+    return manifest
 
 
 def _check_line(text: str, most_bytes: int, what: str) -> None:

@@ -46,51 +46,47 @@ class Signer:
         return self._public + bytes(self._key.sign(content))
 
 
-class TrustedKeys:
-    """The public keys whose packs are used. Without keys, every pack is used."""
+def trusted_keys(public_keys: Iterable[str]) -> frozenset[str]:
+    """These public keys, in the form of `generate_keys`, whose packs are used. Without keys, every pack is used.
 
-    def __init__(self, public_keys: Iterable[str] = ()) -> None:
-        """Read public keys in the form of `generate_keys`.
+    Raises:
+        SettingsError: a text is not a public key, or `cryptography` is not installed.
+    """
+    keys = frozenset(_text(PUBLIC_PREFIX, _key_bytes(text, PUBLIC_PREFIX)) for text in public_keys)
+    if keys:
+        _ed25519()  # a missing package is reported now, not at the first pack
+    return keys
 
-        Raises:
-            SettingsError: a text is not a public key, or `cryptography` is not installed.
-        """
-        self._keys = frozenset(_key_bytes(text, PUBLIC_PREFIX) for text in public_keys)
-        if self._keys:
-            _ed25519()  # a missing package is reported now, not at the first pack
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+def verify(content: bytes, signature: bytes, trusted: frozenset[str]) -> str | None:
+    """The public key that signed `content`; None for an unsigned pack that may be used. `signature` is empty then, and
+    has `SIGNATURE_BYTES` else.
 
-    def verify(self, content: bytes | memoryview, signature: bytes) -> str | None:
-        """The public key that signed `content`; None for an unsigned pack that may be used. `signature` is empty then,
-        and has `SIGNATURE_BYTES` else.
+    Without trusted keys, the result is the key that the signature names, unverified: then every pack is used, and
+    `cryptography` may be missing.
 
-        Without trusted keys, the result is the key that the signature names, unverified: then every pack is used, and
-        `cryptography` may be missing.
-
-        Raises:
-            PackForbidden: no trusted key signed the content, or the signature does not match it.
-            SettingsError: `cryptography` is not installed.
-        """
-        if not signature:
-            if self._keys:
-                raise PackForbidden("it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set")
-            return None
-        public = signature[:_KEY_BYTES]
-        named = _text(PUBLIC_PREFIX, public)
-        if not self._keys:
-            return named
-        if public not in self._keys:
-            raise PackForbidden(f"it is signed by {named}, which is not trusted")
-        ed25519 = _ed25519()
-        from cryptography.exceptions import InvalidSignature
-
-        try:
-            ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature[_KEY_BYTES:], content)
-        except InvalidSignature as error:
-            raise PackForbidden(f"its signature by {named} does not match its manifest") from error
+    Raises:
+        PackForbidden: no trusted key signed the content, or the signature does not match it.
+        SettingsError: `cryptography` is not installed.
+    """
+    if not signature:
+        if trusted:
+            raise PackForbidden("it is not signed, but COMPILE_CACHE_TRUSTED_KEYS is set")
+        return None
+    public = signature[:_KEY_BYTES]
+    named = _text(PUBLIC_PREFIX, public)
+    if not trusted:
         return named
+    if named not in trusted:
+        raise PackForbidden(f"it is signed by {named}, which is not trusted")
+    ed25519 = _ed25519()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature[_KEY_BYTES:], content)
+    except InvalidSignature as error:
+        raise PackForbidden(f"its signature by {named} does not match its manifest") from error
+    return named
 
 
 def generate_keys() -> tuple[str, str]:

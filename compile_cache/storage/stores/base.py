@@ -6,8 +6,9 @@ settings, and a line in the tests that all stores share (tests/test_stores.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Protocol, cast
 
 from msgspec import Meta
 
-from compile_cache.errors import ObjectNotFound, SettingsError, StoreError
+from compile_cache.errors import ObjectNotFound, SettingsError, StoreError, redacted
 from compile_cache.settings import Settings, split_url
 
 _LATEST_S = 1 << 53
@@ -23,7 +24,7 @@ _LATEST_S = 1 << 53
 # For each scheme: the function that opens a URL, and the extra that installs its package.
 _OPENERS = {
     "file": ("compile_cache.storage.stores.local:open_local", ""),
-    "s3": ("compile_cache.storage.stores.s3:open_s3", "s3"),
+    "s3": ("compile_cache.storage.stores.s3:S3Store", "s3"),
     "gs": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
     "az": ("compile_cache.storage.stores.cloud:open_cloud", "clouds"),
     "https": ("compile_cache.storage.stores.cloud:open_mirror", "clouds"),
@@ -62,7 +63,7 @@ class ReadableStore(Protocol):
         """All objects whose names begin with `prefix`, oldest first."""
 
     def read(self, name: str, start: int, size_bytes: int) -> bytes:
-        """At most `size_bytes` of the object's bytes, from `start` on."""
+        """At most `size_bytes`, which are one or more, of the object's bytes, from `start` on."""
 
 
 class ObjectStore(ReadableStore, Protocol):
@@ -76,6 +77,20 @@ class ObjectStore(ReadableStore, Protocol):
 
     def delete(self, name: str) -> None:
         """Remove an object. A missing object is no error."""
+
+
+@contextlib.contextmanager
+def translated(
+    what: str, kinds: tuple[type[Exception], ...], meaning: Callable[[Any], tuple[type[StoreError], str]]
+) -> Iterator[None]:
+    """Turn errors of these kinds into the store's errors. `meaning` has the kind of an error, and its text with advice
+    for the user."""
+    try:
+        yield
+    except kinds as error:
+        kind, told = meaning(error)
+        error.args = tuple(redacted(part) if isinstance(part, str) else part for part in error.args)
+        raise kind(f"cannot {what}: {told}") from error
 
 
 class LayeredStore:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, first_line, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first
+from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first, translated
 from compile_cache.storage.stores.local import INDEX, MOST_INDEX_BYTES, Index
 from compile_cache.storage.stores.transfer import within_limit
 
@@ -79,8 +79,6 @@ class CloudStore:
 
     def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
-        if size_bytes == 0:
-            return b""  # obstore refuses an empty range
         what = f"get {name} from {self.location}"
         with _translated(what):
             try:
@@ -167,15 +165,9 @@ def open_mirror(url: str) -> Mirror:
     return Mirror(objects, f"{folder}/", url=url)
 
 
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turn obstore's errors into the store's errors. Only here."""
-    try:
-        yield
-    except (BaseError, OSError, ValueError, TypeError, NotImplementedError) as error:  # TypeError: a path to delete
-        kind, advice = _meaning(error)
-        # obstore's text without the answer's body and obstore's internals.
-        raise kind(f"cannot {what}: {first_line(error).partition(': <')[0]}{advice}") from error
+def _translated(what: str) -> AbstractContextManager[None]:
+    # TypeError: a path to delete.
+    return translated(what, (BaseError, OSError, ValueError, TypeError, NotImplementedError), _meaning)
 
 
 def _status(error: Exception) -> int:
@@ -188,23 +180,22 @@ def _is_of_bucket(error: Exception) -> bool:
 
 
 def _meaning(error: Exception) -> tuple[type[StoreError], str]:
-    """The store's error for an error of obstore, and advice for the user."""
+    """The store's error for an error of obstore, and its text, with advice for the user."""
     text, status = str(error), _status(error)
+    told = first_line(error).partition(": <")[0]  # without the answer's body and obstore's internals
     if _is_of_bucket(error):
-        return ObjectNotFound, "; check the bucket's name, or create it"
+        return ObjectNotFound, f"{told}; check the bucket's name, or create it"
     if _NO_CREDENTIALS.search(text):
-        return (
-            StoreAccessDenied,
-            "; set GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-        )
+        variables = "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+        return StoreAccessDenied, f"{told}; set {variables}"
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):
-        return StoreAccessDenied, "; check the credentials and what they may do"
+        return StoreAccessDenied, f"{told}; check the credentials and what they may do"
     if isinstance(error, FileNotFoundError) or status == 404:
-        return ObjectNotFound, ""
+        return ObjectNotFound, told
     if isinstance(error, NotSupportedError):  # of ranges
-        return StoreError, "; use a web server that answers requests for ranges"
+        return StoreError, f"{told}; use a web server that answers requests for ranges"
     if "InvalidCertificate" in text:
-        return StoreError, "; name its authority's certificate in SSL_CERT_FILE"
+        return StoreError, f"{told}; name its authority's certificate in SSL_CERT_FILE"
     if status in (408, 429) or status >= 500 or _NO_ANSWER.search(text):
-        return StoreUnavailable, "; check the network"
-    return StoreError, ""
+        return StoreUnavailable, f"{told}; check the network"
+    return StoreError, told

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ import msgspec
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, log
 from compile_cache.files import TEMPORARY, replacing
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ReadableStore, StoredObject, oldest_first
+from compile_cache.storage.stores.base import ReadableStore, StoredObject, oldest_first, translated
 
 # A temporary file that was not written for so long has no writer left, on this host or another.
 _LEFTOVER_AGE_S = 24 * 60 * 60
@@ -126,18 +126,17 @@ def _remove_leftovers(target: Path) -> None:
                 log.info("store.leftover_removed path=%s", path)
 
 
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turn the file system's errors into the store's errors. Only here."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ObjectNotFound(f"cannot {what}: it is not there") from error
-    except PermissionError as error:
-        raise StoreAccessDenied(
-            f"cannot {what}: {error.strerror}; give this user access, or set COMPILE_CACHE_STORE"
-        ) from error
-    except TimeoutError as error:
-        raise StoreUnavailable(f"cannot {what}: {error}") from error
-    except OSError as error:
-        raise StoreError(f"cannot {what}: {error}; set COMPILE_CACHE_STORE to a folder that can be used") from error
+def _translated(what: str) -> AbstractContextManager[None]:
+    return translated(what, (OSError,), _meaning)
+
+
+def _meaning(error: OSError) -> tuple[type[StoreError], str]:
+    """The store's error for an error of the file system, and its text, with advice for the user."""
+    match error:
+        case FileNotFoundError():
+            return ObjectNotFound, "it is not there"
+        case PermissionError():
+            return StoreAccessDenied, f"{error.strerror}; give this user access, or set COMPILE_CACHE_STORE"
+        case TimeoutError():
+            return StoreUnavailable, str(error)
+    return StoreError, f"{error}; set COMPILE_CACHE_STORE to a folder that can be used"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, NoC
 
 from compile_cache.errors import ObjectNotFound, StoreAccessDenied, StoreError, StoreUnavailable, redacted
 from compile_cache.settings import split_url
-from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first
+from compile_cache.storage.stores.base import ReopenedStore, StoredObject, oldest_first, translated
 from compile_cache.storage.stores.transfer import within_limit
 
 if TYPE_CHECKING:
@@ -34,12 +34,17 @@ _ATTEMPTS = 3
 
 
 class S3Store:
-    """Its objects are `<prefix>/<name>` in `bucket`. boto3 finds endpoint, credentials and region in its usual ways."""
+    """Its objects are `<prefix>/<name>` in a bucket. boto3 finds endpoint, credentials and region in its usual ways."""
 
-    def __init__(self, bucket: str, prefix: str) -> None:
-        self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
-        with _translated(f"open s3://{bucket}"):
+    def __init__(self, url: str) -> None:
+        """Open `s3://bucket/prefix`. Connects to nothing yet.
+
+        Raises:
+            StoreError: the endpoint is not a URL.
+        """
+        self._bucket, _, prefix = split_url(url)[1].partition("/")
+        self._prefix = f"{prefix.strip('/')}/".lstrip("/")
+        with _translated(f"open s3://{self._bucket}"):
             self._client: S3Client = boto3.session.Session().client(
                 "s3",
                 config=Config(
@@ -52,7 +57,7 @@ class S3Store:
                     max_pool_connections=32,
                 ),
             )
-        self.location = f"s3://{bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
+        self.location = f"s3://{self._bucket}/{self._prefix} at {redacted(self._client.meta.endpoint_url)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process."""
@@ -77,8 +82,6 @@ class S3Store:
 
     def read(self, name: str, start: int, size_bytes: int) -> bytes:
         """At most `size_bytes` of the object's bytes, from `start` on. One GET with a range."""
-        if size_bytes == 0:
-            return b""  # not a range that HTTP can express (RFC 9110, section 14.1.2)
         what = f"get {name} from {self.location}"
         with _translated(what):
             return within_limit(what, size_bytes, lambda: self._read(what, name, start, size_bytes))
@@ -116,30 +119,13 @@ class S3Store:
             within_limit(what, 0, lambda: self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name))
 
 
-def open_s3(url: str) -> S3Store:
-    """The store at `s3://bucket/prefix`. Connects to nothing yet.
-
-    Raises:
-        StoreError: the endpoint is not a URL.
-    """
-    bucket, _, prefix = split_url(url)[1].partition("/")
-    return S3Store(bucket, prefix.strip("/"))
-
-
 def _code(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turn botocore's errors into the store's errors. Only here."""
-    try:
-        yield
+def _translated(what: str) -> AbstractContextManager[None]:
     # ValueError: an endpoint that is not a URL. RecursionError: botocore asks again for a region that is not named.
-    except (BotoCoreError, ClientError, ValueError, OSError, RecursionError) as error:
-        kind, told = _meaning(error)
-        error.args = tuple(redacted(part) if isinstance(part, str) else part for part in error.args)
-        raise kind(f"cannot {what}: {told}") from error
+    return translated(what, (BotoCoreError, ClientError, ValueError, OSError, RecursionError), _meaning)
 
 
 def _meaning(error: Exception) -> tuple[type[StoreError], str]:

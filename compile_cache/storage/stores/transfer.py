@@ -6,21 +6,20 @@ All run on daemon threads, which do not delay exit.
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from compile_cache.errors import StoreUnavailable
+from compile_cache.storage.pack.format import READ_BYTES
 from compile_cache.storage.stores.base import ReadableStore
 
 _T = TypeVar("_T")
 
 THREADS = 8
-# Eight threads hold 32 MB in memory.
-READ_BYTES = 4 << 20
 
 _ATTEMPTS = 3
 # A read that failed more slowly is not repeated, because a restore's time is limited.
@@ -75,44 +74,49 @@ def within_limit(what: str, size_bytes: int, work: Callable[[], _T]) -> _T:
     return done.result()
 
 
-def read_pieces(store: ReadableStore, name: str, start: int, sizes: Sequence[int]) -> Iterator[bytes]:
-    """The pieces of an object that begin at `start` and have these sizes, in requests of at most 4 MiB.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    end = start + sum(sizes)
-    buffer = memoryview(b"")
-    for size_bytes in sizes:
-        while len(buffer) < size_bytes:
-            position = start + len(buffer)
-            more = read_exactly(store, name, position, min(READ_BYTES, end - position))
-            buffer = memoryview(bytes(buffer) + more)
-        yield bytes(buffer[:size_bytes])
-        buffer = buffer[size_bytes:]
-        start += size_bytes
+def open_part(
+    store: ReadableStore, name: str, start: int, end: int, request_bytes: int = READ_BYTES
+) -> io.BufferedReader:
+    """The bytes of an object from `start` to `end`, as a file. The object is at least that long by its listing."""
+    return io.BufferedReader(_Part(store, name, start, end), request_bytes)
 
 
-def read_exactly(store: ReadableStore, name: str, start: int, size_bytes: int) -> bytes:
-    """Exactly `size_bytes` of an object, which is at least that long by its listing. A read that breaks off is
-    repeated; boto3 repeats only until the answer begins.
+class _Part(io.RawIOBase):
+    """A part of an object, whose every read is a request. A read that breaks off is repeated; boto3 repeats only until
+    the answer begins."""
 
-    Raises:
-        StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
-        StoreError: the object cannot be read.
-    """
-    data = b""
-    started = time.monotonic()
-    for attempt in range(_ATTEMPTS):
-        try:
-            data = store.read(name, start, size_bytes)
-        except StoreUnavailable:
-            if attempt == _ATTEMPTS - 1 or time.monotonic() - started > _LONGEST_REPEATED_S:
-                raise
-            continue
-        if len(data) >= size_bytes:
-            return data[:size_bytes]
-    raise StoreUnavailable(f"cannot get {name}: the store sent {len(data)} of {size_bytes} bytes from {start} on")
+    def __init__(self, store: ReadableStore, name: str, start: int, end: int) -> None:
+        self._store, self._name, self._start, self._end = store, name, start, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, or what is left of the part into it.
+
+        Raises:
+            StoreUnavailable: the store does not answer, or sends fewer bytes. The pack itself may be sound.
+            StoreError: the object cannot be read.
+        """
+        view = memoryview(buffer)
+        size_bytes = min(len(view), self._end - self._start)
+        data = b""
+        started = time.monotonic()
+        for attempt in range(_ATTEMPTS if size_bytes else 0):
+            try:
+                data = self._store.read(self._name, self._start, size_bytes)
+            except StoreUnavailable:
+                if attempt == _ATTEMPTS - 1 or time.monotonic() - started > _LONGEST_REPEATED_S:
+                    raise
+                continue
+            if len(data) >= size_bytes:
+                break
+        if len(data) < size_bytes:
+            sent = f"the store sent {len(data)} of {size_bytes} bytes from {self._start} on"
+            raise StoreUnavailable(f"cannot get {self._name}: {sent}")
+        view[:size_bytes] = data[:size_bytes]
+        self._start += size_bytes
+        return size_bytes
 
 
 def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
@@ -122,22 +126,23 @@ def in_daemon_threads(work: Callable[[_T], None], items: Iterable[_T]) -> None:
     A ThreadPoolExecutor cannot do this: the interpreter joins its threads before it runs exit hooks, so a hanging read
     would use up the hook's time.
     """
-    waiting = deque(items)
+    items = list(items)
+    waiting = iter(items)
     failures: list[BaseException] = []
 
     def drain() -> None:
-        with contextlib.suppress(IndexError):  # nothing waits any more
-            while not failures:
-                item = waiting.popleft()
-                try:
-                    work(item)
-                except BaseException as error:  # raised below, on the calling thread
-                    failures.append(error)
+        for item in waiting:  # which each thread takes from
+            if failures:
+                break
+            try:
+                work(item)
+            except BaseException as error:  # raised below, on the calling thread
+                failures.append(error)
 
     # The calling thread does its share. At exit, when no thread can be started, it does all the work.
     threads = [
         threading.Thread(target=drain, name="compile-cache-read", daemon=True)
-        for _ in range(min(THREADS, len(waiting)) - 1)
+        for _ in range(min(THREADS, len(items)) - 1)
     ]
     with contextlib.suppress(RuntimeError):
         for thread in threads:
