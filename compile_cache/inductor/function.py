@@ -68,7 +68,7 @@ class Precompiled:
         """Unpickle `payload`, which must be verified.
 
         Raises:
-            ArtifactError: the function cannot be loaded, or a global has changed.
+            ArtifactError: the function cannot be loaded.
         """
         try:
             externals = {name: find(name) for name in record.globals}
@@ -100,6 +100,8 @@ class Precompiled:
         if module in self._parts and (reason := self._failed_guard(inputs)):  # most differences
             return reason
         if reason := why_not_ahead(module):
+            return reason
+        if accepted is None and (reason := self.outdated()):
             return reason
         parts = Parts(module)
         overlaps = parts.overlaps(args, kwargs)
@@ -144,8 +146,6 @@ class Precompiled:
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Serve a call that fits."""
         return self._function(module, args, kwargs)
-
-    try_out = __call__
 
 
 def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tuple[Record, bytes]:

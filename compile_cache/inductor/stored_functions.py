@@ -25,7 +25,6 @@ from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
 from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError, NotPrecompilable, log
 from compile_cache.files import replacing
-from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
 from compile_cache.inductor.function_file import (
     GRAPHS,
@@ -36,7 +35,7 @@ from compile_cache.inductor.function_file import (
     read_artifact,
     write_artifact,
 )
-from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
+from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, options_digest, switches
 from compile_cache.key.environment import digest
 from compile_cache.settings import Settings
 
@@ -84,17 +83,8 @@ class Artifacts:
         self._dynamic = settings.dynamic
         self._as_graphs = settings.graphs
         self._directory = directory
-        self._options: str | None = None
-        # By path: functions that are loaded ahead; functions of this boot's calls; and why others are not used.
-        self._ahead: dict[str, Precompiled] = {}
-        self._functions: dict[str, Precompiled] = {}
-        self._refused: dict[str, str] = {}
-        # By a group's path, why torch compiles no function for its calls.
-        self._not_precompilable: dict[str, str] = {}
-
-    def forget_options(self) -> None:
-        """Read Inductor's options again at the next call, in that call's thread."""
-        self._options = None
+        # By path, a loaded function, or why a record is not used.
+        self._known: dict[str, Precompiled | str] = {}
 
     def prefetch(self, late: Collection[str] = ()) -> int:
         """Load every stored function of the present code that is not `late`. Returns the number of all stored ones.
@@ -108,26 +98,24 @@ class Artifacts:
             try:
                 key, record, payload = self._read(path)
                 if any(key.items() >= fixed for fixed in present) and record.is_imported:
-                    self._ahead[path] = _load(path, key, record, payload)
+                    self._keep(_load(path, key, record, payload))
             except (ArtifactError, OSError) as error:  # `find` meets the error again, and reports it
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
         return len(paths)
 
     def arrive(self, path: str) -> Precompiled:
-        """Load a function that has just arrived in the cache directory. `find` finds it from now on.
+        """Load a function that has just arrived in the cache directory, unless it is loaded. `find` finds it from now
+        on.
 
         Raises:
             ArtifactError: the artifact is damaged, or does not belong here.
-            OSError: the artifact cannot be read.
         """
-        if known := self._functions.get(path):
-            return known
-        function = self._ahead.pop(path, None) or _load(path, *self._read(path))
-        if difference := function.outdated():  # one that was loaded ahead may be outdated by now
-            raise ArtifactError(difference)
-        if path in self._marks:
-            function.compared_on = self._marks[path].places
-        return self._functions.setdefault(path, function)  # another thread may have been first
+        if isinstance(self._known.get(path), str):  # it was made anew
+            self._known.pop(path, None)
+        found = self._found(path)
+        if reason := found if isinstance(found, str) else found.outdated():
+            raise ArtifactError(reason)
+        return found
 
     def graphs(self, spec: CallSpec, call: Call) -> GraphsRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
@@ -136,7 +124,7 @@ class Artifacts:
             group = self._group(spec, call, self._dynamic)
             path = self._paths(group.path, GRAPHS)[-1]
             found = json.loads((self._directory / path).read_bytes())
-            if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_RECORDS - 1}{GRAPHS}"):
+            if found["key"] != group.key or path in self._known or path.endswith(f"{_MOST_RECORDS - 1}{GRAPHS}"):
                 return None
             return GraphsRecord(path, float(found["seconds"]), str(found["reason"]))
         except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
@@ -187,7 +175,6 @@ class Artifacts:
                     reasons.append(misfit)
                 else:
                     return found
-            reasons += filter(None, (self._not_precompilable.get(group.path),))
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs and this code"
 
     def unloaded(self, spec: CallSpec, call: Call) -> list[str]:
@@ -199,7 +186,7 @@ class Artifacts:
         """
         groups = self._groups(spec, call)
         paths = [path for group in groups for path in self._paths(group.path, SUFFIX)]
-        is_met = not {*paths}.isdisjoint({*self._functions, *self._ahead, *self._refused})
+        is_met = not self._known.keys().isdisjoint(paths)
         return [] if is_met or any(self._paths(group.path, GRAPHS) for group in groups) else paths
 
     def _groups(self, spec: CallSpec, call: Call) -> list[_Group]:
@@ -214,13 +201,18 @@ class Artifacts:
 
     def _found(self, path: str) -> Precompiled | str:
         """A stored function; else why it is not used."""
-        if path not in self._refused:
-            try:
-                return self.arrive(path)
-            except (ArtifactError, OSError) as error:
-                self._refused[path] = str(error)
-                log.info("precompiled.refused artifact=%s reason=%s", path, error)
-        return self._refused[path]
+        if (known := self._known.get(path)) is not None:
+            return known
+        try:
+            return self._keep(_load(path, *self._read(path)))
+        except (ArtifactError, OSError) as error:
+            log.info("precompiled.refused artifact=%s reason=%s", path, error)
+            return self._known.setdefault(path, str(error))
+
+    def _keep(self, function: Precompiled) -> Precompiled | str:
+        if mark := self._marks.get(function.path):
+            function.compared_on = mark.places
+        return self._known.setdefault(function.path, function)  # another thread may have been first
 
     def make(self, call: Call) -> Precompiled:
         """Compile a call ahead of time, write the artifact, and load it as another boot would. This traces, and runs
@@ -235,21 +227,11 @@ class Artifacts:
         group = self._groups(spec := CallSpec.of(call), call)[0]
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
-        if group.path in self._not_precompilable:
-            raise NotPrecompilable(self._not_precompilable[group.path])
-        try:
-            with self._without_leftovers():
-                record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
-                record = replace(record, sizes=() if self._dynamic is False else spec.sizes)
-        except NotPrecompilable as error:
-            self._not_precompilable[group.path] = str(error)
-            raise
+        with self._without_leftovers():
+            record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
+        record = replace(record, sizes=() if self._dynamic is False else spec.sizes)
         path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, asdict(record), payload)}"
-        if path in self._functions:
-            raise NotPrecompilable("this call has an artifact, which does not fit it")
-        self._functions[path] = function = Precompiled(path, record, payload)
-        self._refused.pop(path, None)
-        return function
+        return Precompiled(path, record, payload)
 
     @contextlib.contextmanager
     def _without_leftovers(self) -> Iterator[None]:
@@ -264,10 +246,8 @@ class Artifacts:
 
     def reject(self, path: str, reason: str) -> None:
         """Stop using a record in this process, and remove its marks."""
-        self._refused[path] = reason
+        self._known[path] = reason
         self._marks.pop(path, None)
-        self._ahead.pop(path, None)
-        self._functions.pop(path, None)
         for mark in marks_of(self._directory, path):
             (self._directory / mark).unlink(missing_ok=True)
 
@@ -278,12 +258,11 @@ class Artifacts:
             ArtifactError: the inputs or the options cannot be described.
         """
         try:
-            self._options = self._options or options_digest()
             return _Group.of(
                 {
                     **self._fixed_key(dynamic),
                     **self._of_class(spec, call[0]),
-                    "options": self._options,
+                    "options": options_digest(),
                     "inputs": (spec if dynamic is False else spec.without_sizes).stored,
                     "switches": describe_switches(switches(on_gpu(call))),
                 }

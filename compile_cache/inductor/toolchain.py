@@ -124,7 +124,7 @@ def _remembering(check_build: Any) -> Any:
 
     @functools.wraps(check_build)
     def remembering(isa: Any, code: str) -> bool:
-        question = [str(isa), isa.build_arch_flags(), isa._arch_flags, code, instruction_flags()]
+        question = [str(isa), isa.build_arch_flags(), code, instruction_flags()]
         answer = json.dumps({"question": question, "answer": True}).encode()
         codecache: Any = importlib.import_module("torch._inductor.codecache")
         path = Path(codecache.cache_dir(), "toolchain", f"{digest(question)}.json")

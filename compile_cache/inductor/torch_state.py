@@ -20,20 +20,23 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.calls.spec import autocast_dtype
 from compile_cache.calls.torch_call import count_dispatch_modes
 from compile_cache.errors import Failure, NotHandedOver
 from compile_cache.importable import find, reference, why_not
+from compile_cache.key.environment import digest
 
 _precision = torch._C._get_fp32_precision_getter
 _priority = torch._C._get_sdp_priority_order
+_products = torch.backends.cuda.matmul
 
 # An artifact's name has the versions of these packages, because they decide how a model is traced.
 VERSIONED_PACKAGES = ("diffusers", "transformers", "triton")
@@ -45,11 +48,10 @@ _CONFIGS = (
     "torch.fx.experimental._config",
     "torch.compiler.config",
 )
-# torch and this library set these options while they load or make an artifact. In torch 2.11 options belong to all
-# threads, so another thread would take them for the program's.
-SET_WHILE_LOADING = ("enable_aot_compile", "enable_autograd_for_aot")
-# Options that change how a process compiles, but not the compiled code.
-_NOT_OF_CODE = ("compile_threads", "worker_start_method", *SET_WHILE_LOADING)
+# Options that change how a process compiles, but not the compiled code. torch and this library set the last two while
+# they load or make an artifact: in torch 2.11 options belong to all threads, so another thread would take them for the
+# program's.
+_NOT_OF_CODE = ("compile_threads", "worker_start_method", "enable_aot_compile", "enable_autograd_for_aot")
 # The backends and operations for which torch keeps float32 precisions. A "none" takes the value of "all".
 _PRECISIONS = (
     ("generic", "all"),
@@ -91,8 +93,8 @@ SETTERS: Mapping[str, Callable[[Any], object]] = {
     "math attention": torch.backends.cuda.enable_math_sdp,
     "cuDNN attention": torch.backends.cuda.enable_cudnn_sdp,
     "attention priority": lambda value: torch._C._set_sdp_priority_order(list(value)),
-    "float16 reductions": lambda value: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
-    "bfloat16 reductions": lambda value: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
+    "float16 reductions": functools.partial(setattr, _products, "allow_fp16_reduced_precision_reduction"),
+    "bfloat16 reductions": functools.partial(setattr, _products, "allow_bf16_reduced_precision_reduction"),
     "deterministic algorithms": torch.set_deterministic_debug_mode,
     "default dtype": torch.set_default_dtype,
     "threads": torch.set_num_threads,
@@ -203,6 +205,28 @@ def changed_options() -> Iterator[tuple[str, str, Any]]:
                     # An option that was set back to its default is unchanged, unless the environment sets it.
                     if value != entry.default or isinstance(entry.env_value_default, bool | str):
                         yield module, name, value
+
+
+def options_digest() -> str:
+    """The digest of the options of Inductor's that were changed.
+
+    Raises:
+        NotDescribedError: an option cannot be described.
+    """
+    try:
+        options = [[name, _option(value)] for module, name, value in changed_options() if module == _CONFIGS[0]]
+    except Exception as error:  # a custom pass whose `uuid` raises
+        raise NotDescribedError(f"Inductor's options: {Failure(error).reason}") from error
+    return digest(sorted(options))
+
+
+def _option(value: Any) -> str:
+    if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
+        return f"{class_name(type(value))} {uuid()!r}"
+    try:
+        return str(describe(value))
+    except NotDescribedError:
+        return repr(value) if isinstance(value, Sequence | Mapping) else class_name(type(value))
 
 
 # The names of functions that the second process calls first, in order; and, in that process, those that it has called.
