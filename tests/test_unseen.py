@@ -117,7 +117,7 @@ def test_a_function_that_is_made_after_ready_is_published_once_it_was_compared_o
 
 @pytest.mark.parametrize(("graphs", "hits"), [(1, 0), (0, 1)])
 def test_an_answer_says_whether_graphs_were_found_and_not_whether_they_were_made(monkeypatch, graphs, hits):
-    traced = Traced(None, False, 1.0, 1.0, CompileCounts(graphs=graphs, fxgraph_hits=hits))
+    traced = Traced(None, False, 1.0, 1.0, CompileCounts(graphs=graphs, hits=hits))
     monkeypatch.setattr(making, "trace", lambda *_: traced)
     monkeypatch.setattr(making, "_graphs_made", lambda *_: Answer())
     call = nn.Identity(), (tensor(4, 16),), {}
