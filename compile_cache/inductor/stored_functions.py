@@ -221,9 +221,11 @@ class Artifacts:
         Make it after `torch.compile` has run the call: only then is autotuning's choice known.
 
         Raises:
-            NotPrecompilable, ArtifactError: no function can serve this call in another process.
+            NotPrecompilable, ArtifactError: no function can serve this call in another process, or none is wanted.
             OSError: the cache directory cannot be written.
         """
+        if type(call[0]).__name__ in self._as_graphs:
+            raise ArtifactError("COMPILE_CACHE_GRAPHS asks for graphs")
         group = self._groups(spec := CallSpec.of(call), call)[0]
         if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
