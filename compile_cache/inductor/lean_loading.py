@@ -157,29 +157,7 @@ def without_compiler() -> Iterator[None]:
             _remove(substitute)
 
 
-class _Deferred(types.ModuleType):
-    """A package that runs its own file when it first lacks a name. Its modules can be imported before."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
-            raise AttributeError(name)
-        self.__class__ = types.ModuleType  # type: ignore[assignment]
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
-
-
-def _codecache() -> Any:
-    """torch's module of stored code. It needs two small files of the package for exported programs, whose other 15
-    modules take a third of this import."""
-    spec = importlib.util.find_spec("torch.export.pt2_archive")
-    if spec is not None and spec.name not in sys.modules:
-        package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        package.__class__ = _Deferred
-        vars(torch.export)["pt2_archive"] = package
-    return importlib.import_module("torch._inductor.codecache")
-
-
-_torch_key: Any = _codecache().torch_key
+_torch_key: Any = importlib.import_module("torch._inductor.codecache").torch_key
 StoredCode: Any = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result").BundledAOTAutogradResult
 
 
