@@ -204,7 +204,7 @@ def of_version(package: str) -> types.ModuleType:
     return module
 
 
-PACKAGES = ("diffusers", "transformers", "triton")
+PACKAGES = ("diffusers", "transformers")
 # What is patched meanwhile, the settings, and the inputs.
 OTHERS = {
     **{name: (mock.patch.dict(sys.modules, {name: of_version(name)}), Settings(), tensor()) for name in PACKAGES},

@@ -316,6 +316,6 @@ def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> 
 
 
 def versions() -> Mapping[str, str]:
-    """The versions of the packages that decide how a model is traced. Those of torch and Python are in the
+    """The versions of the packages that decide how a model is traced. Those of torch, Triton and Python are in the
     environment's key."""
     return {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}

@@ -39,7 +39,7 @@ _priority = torch._C._get_sdp_priority_order
 _products = torch.backends.cuda.matmul
 
 # An artifact's name has the versions of these packages, because they decide how a model is traced.
-VERSIONED_PACKAGES = ("diffusers", "transformers", "triton")
+VERSIONED_PACKAGES = ("diffusers", "transformers")
 # Some options of the first two are names for options of the last.
 _CONFIGS = (
     "torch._inductor.config",
@@ -332,8 +332,7 @@ class ServerState:
         said = 0 if self.precisions[0] else 1  # in the server, torch refused to tell the first one
         if (now := precisions()[said:]) != (then := self.precisions[said:]):
             different.append(f"the precisions of float32 operations are {now}, and were {then} in the server")
-        # The compiler imports Triton itself. The server has imported the compiler before it looks for an artifact.
-        own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages, ["triton"])
+        own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages)
         different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
