@@ -198,15 +198,22 @@ class Record:
 
     @classmethod
     def of(cls, compilation: Compilation, guards: list[RecordedGuard], salt: str) -> Record:
-        """The record of a function that this process has just compiled."""
+        """The record of a function that this process has just compiled.
+
+        Raises:
+            NotPrecompilable: a traced file is missing.
+        """
         # In the module of `call_region`, only that function counts. A pickled function names functions of `aot.py`.
         modules = {module for module, _ in compilation.traced} - {call_region.__module__} | {compile_call.__module__}
+        files = {module: file_digest(module) for module in sorted(modules)}
+        if missing := [module for module, content in files.items() if not content]:
+            raise NotPrecompilable(f"the source file of {missing[0]} is missing")
         # Of the traced functions, those that can be found by name.
         functions: dict[str, types.CodeType] = {}
         for module, line in sorted(compilation.traced):
             functions |= _functions_by_line(module).get(line, {})
         return cls(
-            {module: file_digest(module) for module in sorted(modules)},
+            files,
             {name: code_digest(code) for name, code in functions.items() if name not in _REPLACED_BY_DYNAMO},
             salt,
             {name: _sealed(salt, name) for name in _variables_read(functions.values())},
@@ -243,23 +250,15 @@ class Record:
         for name, was in self.host.items():
             if here.get(name) != was:
                 return f"it has C++ kernels for a host with {name} {was!r}; this host has {here.get(name)!r}"
-        if difference := self._source_difference():
-            return difference
-        # These are no settings of this library. The model's code has read them.
-        changed = [name for name, value in self.environ.items() if _sealed(self.salt, name) != value]
-        return f"the environment variable {changed[0]} has changed" if changed else ""
-
-    def _source_difference(self) -> str:
-        try:
-            if changed := [module for module, was in self.files.items() if file_digest(module) != was]:
-                return f"the source of {changed[0]} has changed"
-        except (NotPrecompilable, ImportError) as error:
-            return f"a source cannot be compared: {error}"
+        if changed := [module for module, was in self.files.items() if file_digest(module) != was]:
+            return f"the source of {changed[0]} has changed"
         for name, was in self.functions.items():
             code = _code_of(look_up(name))
             if code is None or code_digest(code) != was:
                 return f"{name} is not the function that was compiled"
-        return ""
+        # These are no settings of this library. The model's code has read them.
+        changed = [name for name, value in self.environ.items() if _sealed(self.salt, name) != value]
+        return f"the environment variable {changed[0]} has changed" if changed else ""
 
 
 def _host() -> dict[str, str]:
@@ -307,14 +306,7 @@ def sources_digest(module: nn.Module) -> str:
     be of no file. torch names no traced code that has no file."""
     kinds = {kind for part in parts_of(module) for kind in type(part).__mro__}
     own = sorted((kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))), key=class_name)
-    return digest([[class_name(kind), _file_of(kind), *_methods(kind)] for kind in own])
-
-
-def _file_of(kind: type) -> str:
-    try:
-        return file_digest(kind.__module__)
-    except (NotPrecompilable, ImportError):
-        return ""
+    return digest([[class_name(kind), file_digest(kind.__module__), *_methods(kind)] for kind in own])
 
 
 def _methods(kind: type) -> list[list[str]]:
@@ -324,14 +316,10 @@ def _methods(kind: type) -> list[list[str]]:
 
 @functools.cache
 def file_digest(module: str) -> str:
-    """SHA-256 of a module's source file. It is read from disk once.
-
-    Raises:
-        NotPrecompilable: the module has no source file.
-    """
-    file = getattr(importlib.import_module(module), "__file__", None)
+    """SHA-256 of a module's source file, which is read from disk once; empty if there is none."""
     try:
+        file = getattr(importlib.import_module(module), "__file__", None)
         with open(file or "", "rb") as source:
             return hashlib.sha256(source.read()).hexdigest()
-    except OSError as error:
-        raise NotPrecompilable(f"the source file of {module} is missing") from error
+    except (ImportError, OSError):
+        return ""
