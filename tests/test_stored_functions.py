@@ -34,6 +34,8 @@ from compile_cache.inductor import function as precompiled
 from compile_cache.inductor import stored_functions as stored_artifacts
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.function_file import read_artifact, write_artifact
+from compile_cache.inductor.lean_loading import PRODUCTS
+from compile_cache.inductor.make import import_compiler
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.key.environment import instruction_flags
 from compile_cache.settings import Settings
@@ -398,6 +400,12 @@ def test_a_weak_dictionary_beside_guards_forgets_its_keys_in_silence():
     aot.guards.GuardsStatePickler({}, {}, {}, stored).dump(weakref.WeakKeyDictionary({aot: 1}))
     made = pickle.loads(aot._without_secrets(stored.getvalue()))
     made[types.ModuleType("gone")] = 1
+
+
+def test_generated_code_calls_the_products_that_a_load_gives_it():
+    import_compiler()
+    kernels = importlib.import_module("torch._inductor.select_algorithm").extern_kernels
+    assert all(getattr(kernels, name) is product for name, product in PRODUCTS.items())
 
 
 def test_a_fork_waits_until_no_thread_loads_a_function():

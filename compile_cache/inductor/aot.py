@@ -39,7 +39,7 @@ from torch.utils._traceback import CapturedTraceback
 from compile_cache.calls.torch_call import Call, call_region
 from compile_cache.errors import NotPrecompilable
 from compile_cache.importable import reference
-from compile_cache.inductor.lean_loading import StoredCode, check_kernels, give_keys, without_compiler
+from compile_cache.inductor.lean_loading import StoredCode, give_keys, without_compiler
 
 # The first and the last tested release.
 TESTED_TORCH = ((2, 11), (2, 15))
@@ -91,7 +91,6 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
         NotPrecompilable: the function uses an object that another process cannot find.
         Exception: any, if torch refuses.
     """
-    check_kernels()
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": recorder}
     builder: Any = importlib.import_module("torch._dynamo.variables.builder")
     for name, value in vars(builtins).items():  # torch 2.11 looks for them among the function's globals alone
