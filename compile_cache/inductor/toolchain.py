@@ -63,18 +63,18 @@ def configure_torch() -> None:
     _IS_CONFIGURED.set(True)
     dynamo: Any = importlib.import_module("torch._dynamo").config
     inductor: Any = importlib.import_module("torch._inductor.config")
-    _set(dynamo, "recompile_limit", max(getattr(dynamo, "recompile_limit", 0), RECOMPILE_LIMIT))
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     # torch skips these guards by default; then a hook that is added after a compile is never called.
-    _set(dynamo, "skip_nnmodule_hook_guards", False)
+    dynamo.skip_nnmodule_hook_guards = False
     # torch's flag of FX traces is one for all threads. While one thread compiles, graphs that another thread calls run
     # eager; by default they fail.
-    _set(dynamo, "error_on_nested_fx_trace", False)
+    dynamo.error_on_nested_fx_trace = False
     # Precompiled headers lie outside the cache directory. Every boot would run g++ to check that they are current.
-    _set(inductor, "cpp_cache_precompile_headers", False)
+    inductor.cpp_cache_precompile_headers = False
     # torch 2.11 tries a smaller block at run time. If that is best, the next boot does not find it, benchmarks again,
     # and may choose another. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
-        _set(inductor, "dynamic_scale_rblock", False)
+        inductor.dynamic_scale_rblock = False
     copyreg.pickle(torch.memory_format, _memory_format_by_name)
     _patch_compiler()
 
@@ -110,13 +110,6 @@ def is_switched_off() -> bool:
     # The same test as in torch/_dynamo/eval_frame.py, _optimize. Every other way to ask imports the compiler.
     config = importlib.import_module("torch._dynamo").config
     return bool(getattr(config, "disable", False)) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-
-
-def _set(config: Any, name: str, value: Any) -> None:
-    try:
-        setattr(config, name, value)
-    except AttributeError:
-        log.warning("torch %s has no setting %s.%s: continuing without it", torch.__version__, config.__name__, name)
 
 
 def _remembering(check_build: Any) -> Any:
