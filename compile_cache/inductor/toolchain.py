@@ -91,11 +91,6 @@ def _patch_compiler() -> None:
             log.info("toolchain.not_configured what=%s error=%s", patch.__name__, error)
 
 
-def _remember_instructions() -> None:
-    isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
-    isa.check_build = _remembering(isa.check_build)
-
-
 def _memory_format_by_name(value: torch.memory_format) -> tuple[Any, ...]:
     """How pickle writes a memory format, which is a part of a graph's key.
 
@@ -112,11 +107,14 @@ def is_switched_off() -> bool:
     return bool(getattr(config, "disable", False)) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
-def _remembering(check_build: Any) -> Any:
-    """Wrap torch's test of a set of instructions. A stored answer is `true`: a failure may have a passing cause."""
+def _remember_instructions() -> None:
+    """Wrap torch's test of a set of instructions. A stored answer says that code loads: a failure may have a passing
+    cause."""
+    kind: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
+    original = kind.check_build
 
-    @functools.wraps(check_build)
-    def remembering(isa: Any, code: str) -> bool:
+    @functools.wraps(original)
+    def check_build(isa: Any, code: str) -> bool:
         question = [str(isa), isa.build_arch_flags(), code, instruction_flags()]
         answer = json.dumps({"question": question, "answer": True}).encode()
         codecache: Any = importlib.import_module("torch._inductor.codecache")
@@ -124,7 +122,7 @@ def _remembering(check_build: Any) -> Any:
         with contextlib.suppress(OSError):  # it is not known
             if path.read_bytes() == answer:
                 return True
-        loads = bool(check_build(isa, code))
+        loads = bool(original(isa, code))
         if loads:
             try:
                 with replacing(path) as file:
@@ -133,7 +131,7 @@ def _remembering(check_build: Any) -> Any:
                 log.info("toolchain.not_remembered error=%r", error)
         return loads
 
-    return remembering
+    kind.check_build = check_build
 
 
 def _trim_bundles() -> None:
