@@ -16,7 +16,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -56,18 +56,6 @@ class GraphsRecord:
     reason: str
 
 
-class _Group(NamedTuple):
-    """The path of a group's folder inside the cache directory, and the group's key, whose digest names the folder."""
-
-    path: str
-    key: dict[str, Description]
-
-    @classmethod
-    def of(cls, key: dict[str, Description]) -> _Group:
-        """The group with this key."""
-        return cls(f"{PRECOMPILED}/{digest(key)}", key)
-
-
 class Artifacts:
     """All records of a boot. A record is named by its path inside the cache directory.
 
@@ -79,9 +67,7 @@ class Artifacts:
 
     def __init__(self, settings: Settings, directory: Path, marks: Mapping[str, Mark] | None = None) -> None:
         self._marks = {**(marks or {})}
-        self._mode = settings.mode
-        self._dynamic = settings.dynamic
-        self._as_graphs = settings.graphs
+        self._settings = settings
         self._directory = directory
         # By path, a loaded function, or why a record is not used.
         self._known: dict[str, Precompiled | str] = {}
@@ -93,7 +79,7 @@ class Artifacts:
         because another thread may be importing them.
         """
         paths = self._paths("*", SUFFIX)
-        present = [self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None)]
+        present = [self._fixed_key(dynamic).items() for dynamic in (self._settings.dynamic, None)]
         for path in [path for path in paths if path not in late][:_MOST_PREFETCHED]:
             try:
                 key, record, payload = self._read(path)
@@ -113,18 +99,20 @@ class Artifacts:
         if isinstance(self._known.get(path), str):  # it was made anew
             self._known.pop(path, None)
         found = self._found(path)
-        if reason := found if isinstance(found, str) else found.outdated():
-            raise ArtifactError(reason)
+        if isinstance(found, str):
+            raise ArtifactError(found)
+        if difference := found.outdated():
+            raise ArtifactError(difference)
         return found
 
     def graphs(self, spec: CallSpec, call: Call) -> GraphsRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
-            group = self._group(spec, call, self._dynamic)
-            path = self._paths(group.path, GRAPHS)[-1]
+            key = self._key(spec, call, self._settings.dynamic)
+            path = self._paths(_group(key), GRAPHS)[-1]
             found = json.loads((self._directory / path).read_bytes())
-            if found["key"] != group.key or path in self._known or path.endswith(f"{_MOST_RECORDS - 1}{GRAPHS}"):
+            if found["key"] != key or path in self._known or path.endswith(f"{_MOST_RECORDS - 1}{GRAPHS}"):
                 return None
             return GraphsRecord(path, float(found["seconds"]), str(found["reason"]))
         except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
@@ -146,12 +134,12 @@ class Artifacts:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
-        group = self._group(CallSpec.of(call), call, self._dynamic)
-        number = len(self._paths(group.path, GRAPHS))  # each came after one that did not hold
+        key = self._key(CallSpec.of(call), call, self._settings.dynamic)
+        number = len(self._paths(group := _group(key), GRAPHS))  # each came after one that did not hold
         if number == _MOST_RECORDS:
             raise ArtifactError("its graphs are others in each boot")
-        path = f"{group.path}/{number}{GRAPHS}"
-        record = {"key": group.key, "seconds": seconds, "reason": reason}
+        path = f"{group}/{number}{GRAPHS}"
+        record = {"key": key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
         return path
@@ -167,7 +155,7 @@ class Artifacts:
         except ArtifactError as error:
             return str(error)
         for group in groups:
-            for path in self._paths(group.path, SUFFIX)[:RECOMPILE_LIMIT]:
+            for path in self._paths(group, SUFFIX)[:RECOMPILE_LIMIT]:
                 found = self._found(path)
                 if isinstance(found, str):
                     reasons.append(found)
@@ -185,19 +173,20 @@ class Artifacts:
             ArtifactError: no function can serve such a call.
         """
         groups = self._groups(spec, call)
-        paths = [path for group in groups for path in self._paths(group.path, SUFFIX)]
+        paths = [path for group in groups for path in self._paths(group, SUFFIX)]
         is_met = not self._known.keys().isdisjoint(paths)
-        return [] if is_met or any(self._paths(group.path, GRAPHS) for group in groups) else paths
+        return [] if is_met or any(self._paths(group, GRAPHS) for group in groups) else paths
 
-    def _groups(self, spec: CallSpec, call: Call) -> list[_Group]:
-        """The groups in which functions for a call are stored: those for its sizes come first.
+    def _groups(self, spec: CallSpec, call: Call) -> dict[str, dict[str, Description]]:
+        """The groups in which functions for a call are stored, with their keys: those for its sizes come first.
 
         Raises:
             ArtifactError: no function can serve such a call.
         """
         if reason := why_not_ahead(call[0]):
             raise ArtifactError(reason)
-        return [self._group(spec, call, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
+        keys = [self._key(spec, call, dynamic) for dynamic in dict.fromkeys((self._settings.dynamic, None))]
+        return {_group(key): key for key in keys}
 
     def _found(self, path: str) -> Precompiled | str:
         """A stored function; else why it is not used."""
@@ -224,15 +213,15 @@ class Artifacts:
             NotPrecompilable, ArtifactError: no function can serve this call in another process, or none is wanted.
             OSError: the cache directory cannot be written.
         """
-        if type(call[0]).__name__ in self._as_graphs:
+        if type(call[0]).__name__ in self._settings.graphs:
             raise ArtifactError("COMPILE_CACHE_GRAPHS asks for graphs")
-        group = self._groups(spec := CallSpec.of(call), call)[0]
-        if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
+        group, key = next(iter(self._groups(spec := CallSpec.of(call), call).items()))
+        if len(self._paths(group, SUFFIX)) >= RECOMPILE_LIMIT:
             raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         with self._without_leftovers():
-            record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
-        record = replace(record, sizes=() if self._dynamic is False else spec.sizes)
-        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, asdict(record), payload)}"
+            record, payload = compile_ahead(call, self._settings.mode, self._settings.dynamic, group)
+        record = replace(record, sizes=() if self._settings.dynamic is False else spec.sizes)
+        path = f"{group}/{write_artifact(self._directory / group, key, asdict(record), payload)}"
         return Precompiled(path, record, payload)
 
     @contextlib.contextmanager
@@ -253,22 +242,20 @@ class Artifacts:
         for mark in marks_of(self._directory, path):
             (self._directory / mark).unlink(missing_ok=True)
 
-    def _group(self, spec: CallSpec, call: Call, dynamic: bool | None) -> _Group:
-        """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
+    def _key(self, spec: CallSpec, call: Call, dynamic: bool | None) -> dict[str, Description]:
+        """The key of a call's group. `dynamic` has torch.compile's meaning: with False, the key has the tensors' sizes.
 
         Raises:
             ArtifactError: the inputs or the options cannot be described.
         """
         try:
-            return _Group.of(
-                {
-                    **self._fixed_key(dynamic),
-                    **self._of_class(spec, call[0]),
-                    "options": options_digest(),
-                    "inputs": (spec if dynamic is False else spec.without_sizes).stored,
-                    "switches": describe_switches(switches(on_gpu(call))),
-                }
-            )
+            return {
+                **self._fixed_key(dynamic),
+                **self._of_class(spec, call[0]),
+                "options": options_digest(),
+                "inputs": (spec if dynamic is False else spec.without_sizes).stored,
+                "switches": describe_switches(switches(on_gpu(call))),
+            }
         except NotDescribedError as error:
             raise ArtifactError(f"this call cannot be described: {error}") from error
 
@@ -278,11 +265,11 @@ class Artifacts:
             "code": sources_digest(module),
             "structure": structure_digest(spec.structure),
             # Boots that do not ask for graphs find none of these.
-            **({"asked": "graphs"} if type(module).__name__ in self._as_graphs else {}),
+            **({"asked": "graphs"} if type(module).__name__ in self._settings.graphs else {}),
         }
 
     def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
-        return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions()}
+        return {"mode": self._settings.mode, "dynamic": str(dynamic), "versions": versions()}
 
     def _paths(self, group: str, suffix: str) -> list[str]:
         """The files of a group with this suffix, or those of all groups for `*`, in order."""
@@ -298,9 +285,14 @@ class Artifacts:
             OSError: it cannot be read.
         """
         key, record, payload = read_artifact(self._directory / path)
-        if not path.startswith(f"{_Group.of(dict(key)).path}/"):
+        if not path.startswith(f"{_group(key)}/"):
             raise ArtifactError("it belongs to another group")
         return key, Record.from_json(record), payload
+
+
+def _group(key: Mapping[str, Description]) -> str:
+    """The path of a group's folder inside the cache directory, which the digest of the group's key names."""
+    return f"{PRECOMPILED}/{digest(key)}"
 
 
 def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> Precompiled:
