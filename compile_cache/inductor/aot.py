@@ -37,7 +37,7 @@ from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch.utils._traceback import CapturedTraceback
 
 from compile_cache.calls.torch_call import Call, call_region
-from compile_cache.errors import NotPrecompilable
+from compile_cache.errors import ArtifactError
 from compile_cache.importable import reference
 from compile_cache.inductor.lean_loading import StoredCode, give_keys, without_compiler
 
@@ -88,7 +88,7 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
     function that makes a guard on an object which it meets twice, and the object's two sources.
 
     Raises:
-        NotPrecompilable: the function uses an object that another process cannot find.
+        ArtifactError: the function uses an object that another process cannot find.
         Exception: any, if torch refuses.
     """
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": recorder}
@@ -109,9 +109,9 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
         try:  # in the code, torch's names for these have numbers of this process
             names = {name: reference(compiled.fn.__globals__[name]) for name in environment.external_refs - provided}
         except LookupError as error:
-            raise NotPrecompilable(f"the compiled function uses what cannot be imported: {error}") from error
+            raise ArtifactError(f"the compiled function uses what cannot be imported: {error}") from error
         if environment.closure or environment.used_globals.keys() - vars(builtins).keys():
-            raise NotPrecompilable("it reads tensors from global variables or a closure")
+            raise ArtifactError("it reads tensors from global variables or a closure")
         code = environment.bytecode
         artifacts.runtime_env = dataclasses.replace(
             environment,

@@ -25,7 +25,7 @@ from compile_cache.calls.description import class_name, code_digest
 from compile_cache.calls.module_state import GLOBAL_HOOKS, HOOKS, Parts, parts_of, why_eager
 from compile_cache.calls.spec import on_gpu
 from compile_cache.calls.torch_call import Args, Call, Kwargs, call_region
-from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
+from compile_cache.errors import ArtifactError, Failure, causes, log
 from compile_cache.importable import find, look_up
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Check, Checks, Inputs, RecordedGuard, Recorder, modules_of
@@ -152,19 +152,19 @@ def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tup
     """Compile a call. This traces the call, and runs nothing. `salt` names its group.
 
     Raises:
-        NotPrecompilable: torch refuses, or the compiled code might be wrong in another process.
+        ArtifactError: torch refuses, or the compiled code might be wrong in another process.
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
     recorder = Recorder(on_gpu(call), salt)
     try:
         compilation = compile_call(call, mode, dynamic, recorder)
-    except NotPrecompilable:
+    except ArtifactError:
         raise
     except Exception as error:  # torch cannot compile this ahead of time
         for cause in causes(error):
             if isinstance(cause, MemoryError | torch.OutOfMemoryError):
                 raise type(cause)(str(cause)) from error
-        raise NotPrecompilable(f"torch: {Failure(error).reason}") from error
+        raise ArtifactError(f"torch: {Failure(error).reason}") from error
     return Record.of(compilation, recorder.guards(), salt), compilation.payload
 
 
@@ -201,13 +201,13 @@ class Record:
         """The record of a function that this process has just compiled.
 
         Raises:
-            NotPrecompilable: a traced file is missing.
+            ArtifactError: a traced file is missing.
         """
         # In the module of `call_region`, only that function counts. A pickled function names functions of `aot.py`.
         modules = {module for module, _ in compilation.traced} - {call_region.__module__} | {compile_call.__module__}
         files = {module: file_digest(module) for module in sorted(modules)}
         if missing := [module for module, content in files.items() if not content]:
-            raise NotPrecompilable(f"the source file of {missing[0]} is missing")
+            raise ArtifactError(f"the source file of {missing[0]} is missing")
         # Of the traced functions, those that can be found by name.
         functions: dict[str, types.CodeType] = {}
         for module, line in sorted(compilation.traced):

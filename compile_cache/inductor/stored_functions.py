@@ -23,7 +23,7 @@ from torch import nn
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
 from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
 from compile_cache.calls.torch_call import Call
-from compile_cache.errors import ArtifactError, NotPrecompilable, log
+from compile_cache.errors import ArtifactError, log
 from compile_cache.files import replacing
 from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
 from compile_cache.inductor.function_file import (
@@ -210,14 +210,14 @@ class Artifacts:
         Make it after `torch.compile` has run the call: only then is autotuning's choice known.
 
         Raises:
-            NotPrecompilable, ArtifactError: no function can serve this call in another process, or none is wanted.
+            ArtifactError: no function can serve this call in another process, or none is wanted.
             OSError: the cache directory cannot be written.
         """
         if type(call[0]).__name__ in self._settings.graphs:
             raise ArtifactError("COMPILE_CACHE_GRAPHS asks for graphs")
         group, key = next(iter(self._groups(spec := CallSpec.of(call), call).items()))
         if len(self._paths(group, SUFFIX)) >= RECOMPILE_LIMIT:
-            raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
+            raise ArtifactError(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
         with self._without_leftovers():
             record, payload = compile_ahead(call, self._settings.mode, self._settings.dynamic, group)
         record = replace(record, sizes=() if self._settings.dynamic is False else spec.sizes)
