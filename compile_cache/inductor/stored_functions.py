@@ -72,22 +72,20 @@ class Artifacts:
         # By path, a loaded function, or why a record is not used.
         self._known: dict[str, Precompiled | str] = {}
 
-    def prefetch(self, late: Collection[str] = ()) -> int:
-        """Load every stored function of the present code that is not `late`. Returns the number of all stored ones.
+    def prefetch(self, late: Collection[str] = ()) -> None:
+        """Load every stored function of the present code that is not `late`.
 
         While another thread loads the weights, this costs the boot no time. It imports none of the caller's modules,
         because another thread may be importing them.
         """
-        paths = self._paths("*", SUFFIX)
         present = [self._fixed_key(dynamic).items() for dynamic in (self._settings.dynamic, None)]
-        for path in [path for path in paths if path not in late][:_MOST_PREFETCHED]:
+        for path in [path for path in self._paths("*", SUFFIX) if path not in late][:_MOST_PREFETCHED]:
             try:
                 key, record, payload = self._read(path)
                 if any(key.items() >= fixed for fixed in present) and record.is_imported:
                     self._keep(_load(path, key, record, payload))
             except (ArtifactError, OSError) as error:  # `find` meets the error again, and reports it
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
-        return len(paths)
 
     def arrive(self, path: str) -> Precompiled:
         """Load a function that has just arrived in the cache directory, unless it is loaded. `find` finds it from now
