@@ -16,7 +16,7 @@ import types
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import blocks
@@ -199,17 +199,17 @@ def test_two_classes_of_one_name_and_file_are_told_apart_by_their_methods():
     assert precompiled.sources_digest(one()) != precompiled.sources_digest(other())
 
 
-def of_version(package: str) -> types.ModuleType:
-    """A stand-in for a package."""
-    module = types.ModuleType(package)
-    module.__version__ = "0.0.0"
-    return module
+VERSIONS = stored_artifacts.versions()
 
 
-PACKAGES = ("diffusers", "transformers")
+def of_version(package: str) -> Any:
+    """Another version of a package is installed."""
+    return mock.patch.object(stored_artifacts, "versions", return_value={**VERSIONS, package: "0.0.0"})
+
+
 # What is patched meanwhile, the settings, and the inputs.
 OTHERS = {
-    **{name: (mock.patch.dict(sys.modules, {name: of_version(name)}), Settings(), tensor()) for name in PACKAGES},
+    **{name: (of_version(name), Settings(), tensor()) for name in ("diffusers", "transformers")},
     "an option of Inductor's": (torch._inductor.config.patch(epilogue_fusion=False), Settings(), tensor()),
     "dynamic shapes": (nullcontext(), Settings(dynamic=True), tensor()),
     "shapes that may become dynamic": (nullcontext(), Settings(dynamic=None), tensor()),

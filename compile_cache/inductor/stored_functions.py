@@ -10,9 +10,9 @@ Importing this module fails if importing `aot.py` fails.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,8 +35,8 @@ from compile_cache.inductor.function_file import (
     read_artifact,
     write_artifact,
 )
-from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, options_digest, switches
-from compile_cache.key.environment import digest
+from compile_cache.inductor.torch_state import describe_switches, modes_of, options_digest, switches
+from compile_cache.key.environment import digest, installed_version
 from compile_cache.settings import Settings
 
 _MOST_PREFETCHED = 256
@@ -305,7 +305,8 @@ def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> 
         return Precompiled(path, record, payload)
 
 
+@functools.cache
 def versions() -> Mapping[str, str]:
     """The versions of the packages that decide how a model is traced. Those of torch, Triton and Python are in the
     environment's key."""
-    return {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}
+    return {name: installed_version(name) for name in ("diffusers", "transformers")}

@@ -1,8 +1,8 @@
 """torch's state: switches and options that compiled code depends on, and that a call's inputs do not show. It is read
 in the server, and set in the second process.
 
-The name of an artifact depends on torch's switches, the compiler's options and the imported packages, among others. The
-server finds an artifact only if the process that made it had the same.
+The name of an artifact depends on torch's switches and the compiler's options, among others. The server finds an
+artifact only if the process that made it had the same.
 
 `prepare_with` registers a function that prepares a process to compile a model, such as one that registers an attention
 interface. A model family calls it in its own set-up; the second process calls it before it compiles.
@@ -38,8 +38,6 @@ _precision = torch._C._get_fp32_precision_getter
 _priority = torch._C._get_sdp_priority_order
 _products = torch.backends.cuda.matmul
 
-# An artifact's name has the versions of these packages, because they decide how a model is traced.
-VERSIONED_PACKAGES = ("diffusers", "transformers")
 # Some options of the first two are names for options of the last.
 _CONFIGS = (
     "torch._inductor.config",
@@ -238,16 +236,14 @@ _called: set[str] = set()
 class ServerState:
     """The state of the server that a call depends on. Equal states name the same artifacts.
 
-    `options` has the module, the name and the pickled value of each of `changed_options`. `packages` are those of
-    `VERSIONED_PACKAGES` that the server has imported. `path` is its import path. `device` is the
-    index of the thread's CUDA device; None before CUDA is used.
+    `options` has the module, the name and the pickled value of each of `changed_options`. `path` is the
+    server's import path. `device` is the index of the thread's CUDA device; None before CUDA is used.
     """
 
     on_gpu: bool
     switches: tuple[Any, ...]
     precisions: tuple[str, ...]
     options: tuple[tuple[str, str, bytes], ...]
-    packages: tuple[str, ...]
     path: tuple[str, ...]
     preparations: tuple[str, ...]
     device: int | None
@@ -272,7 +268,6 @@ class ServerState:
             values,
             precisions(),
             tuple((module, name, _packed(module, name, value)) for module, name, value in changed_options()),
-            tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             tuple(entry for entry in sys.path if isinstance(entry, str)),
             tuple(_registered),
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
@@ -296,9 +291,6 @@ class ServerState:
         from compile_cache.inductor.toolchain import configure_torch
 
         configure_torch()
-        for name in self.packages:
-            with _setting(name):
-                importlib.import_module(name)
         _run_once(self.preparations)
         with ExitStack() as stack:
             for option in self.options:
@@ -332,8 +324,6 @@ class ServerState:
         said = 0 if self.precisions[0] else 1  # in the server, torch refused to tell the first one
         if (now := precisions()[said:]) != (then := self.precisions[said:]):
             different.append(f"the precisions of float32 operations are {now}, and were {then} in the server")
-        own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages)
-        different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
 
@@ -355,7 +345,7 @@ def _setting(name: str) -> Iterator[None]:
         yield
     except NotHandedOver:
         raise
-    except Exception as error:  # torch refuses a value or lacks a name, or a package cannot be imported
+    except Exception as error:  # torch refuses a value or lacks a name
         raise NotHandedOver(f"{name} cannot be set as in the server: {Failure(error).reason}") from error
 
 
