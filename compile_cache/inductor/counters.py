@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 # Rounds of a warm-up. In each, every kind of calls may get one more function.
 _MOST_ROUNDS, _MOST_COMPILING = 64, 3
-_precompiled: Counter[str] = Counter()
 # torch notes the time of each such step under a name with one of these endings. Its counters of measurements do not
 # serve: a lookup that finds a graph adds those of the graph's own compile, in another process.
 _MEASUREMENTS = (
@@ -24,7 +22,7 @@ _MEASUREMENTS = (
 
 @dataclass(slots=True)
 class CompileCounts:
-    """What torch found and what it made anew since the boot began, from its counters and the files.
+    """What torch found and what it made anew since the boot began, from its counters, the regions and the files.
 
     `hits` counts the lookups that AOTAutograd's cache or Inductor's answered. Each of the others, the `misses`,
     compiled something; those that torch bypassed count as well. `benchmarks` counts the kernels and products for which
@@ -58,8 +56,6 @@ def read_counts() -> CompileCounts:
         hits=sum(lookups.get(f"{cache}_hit", 0) for cache in caches),
         misses=sum(lookups.get(f"{cache}_{how}", 0) for cache in caches for how in ("miss", "bypass")),
         benchmarks=sum(len(times) for name, times in timed.items() if name.endswith(_MEASUREMENTS)),
-        precompiled_loaded=_precompiled["loaded"],
-        precompiled_made=_precompiled["made"],
     )
 
 
@@ -83,8 +79,3 @@ def ended_steps() -> int:
     """How many steps of compiles have ended in this process. The last one of a compile ends after it has written."""
     timed = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
     return sum(map(len, dict(timed).values()))
-
-
-def count_precompiled(what: str) -> None:
-    """Add one to a count: precompiled functions `loaded` or `made`."""
-    _precompiled[what] += 1

@@ -520,7 +520,7 @@ class Boot:
                 log.warning("health.demoted region=%s reason=%s", region.name, region.reason)
 
     def counts(self) -> CompileCounts:
-        """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
+        """torch's lookups and compiles since this boot began, without functions and `kernels_compiled`."""
         return read_counts().since(self._counted_before)
 
     def wait_published(self, timeout_s: float) -> bool:
@@ -568,6 +568,8 @@ class Boot:
 
     def _count(self) -> None:
         counts = self.counts()
+        counts.precompiled_loaded = sum(region.loaded for region in self.report.regions)
+        counts.precompiled_made = sum(region.made for region in self.report.regions)
         if self._directory is not None:
             new = self._directory.scan().keys() - self._restored_files
             counts.kernels_compiled = sum(path.endswith((".so", ".cubin", ".hsaco")) for path in new)
