@@ -8,9 +8,8 @@ CompileCacheError
 ├── CacheDirectoryError      the local cache directory cannot be made, locked or written
 ├── PackError                a pack is damaged, foreign or hostile; it counts as absent
 │   └── PackForbidden        a pack may be intact, but the settings or its place forbid its use
-├── NotPrecompilable         a region cannot be compiled ahead of time, or might be wrong in another process
 ├── NotHandedOver            a call, or the server's state in it, that another process cannot have
-├── ArtifactError            a precompiled region is damaged, or does not belong here
+├── ArtifactError            code of a region cannot be made or compared, is damaged, or does not belong here
 ├── ProcessDied              the compiling process ended, or was ended, before it answered
 │   └── ProcessNotReady      it ended, or took too long, before its first order
 ├── OrderFailed              the compiling process answered that the order raised an error
@@ -96,17 +95,14 @@ class RefusedPack:
         return cls(name, str(error), isinstance(error, PackError))
 
 
-class NotPrecompilable(CompileCacheError):
-    """A region cannot be compiled ahead of time, or its artifact might be wrong in another process."""
-
-
 class NotHandedOver(CompileCacheError):
     """A call, or the server's state in it, cannot be handed over to another process, or cannot be rebuilt there. The
     message names the attribute, the option or the function."""
 
 
 class ArtifactError(CompileCacheError):
-    """A precompiled region is damaged, or does not belong here. It is not used."""
+    """Code of a region cannot be made or compared, might be wrong in another process, is damaged, or does not belong
+    here. It is not used."""
 
 
 class ProcessDied(CompileCacheError):

@@ -66,7 +66,7 @@ def table(family: Family, boots: list[DemoBoot]) -> Table:
 def failures(cold: DemoBoot, restored: DemoBoot) -> list[str]:
     """What the restored boot did wrong, in words."""
     report, counts = restored.report, restored.report["counts"]
-    anew = {name: counts[name] for name in ("fxgraph_misses", "aotautograd_misses", "kernels_compiled", "benchmarks")}
+    anew = {name: counts[name] for name in ("misses", "kernels_compiled", "benchmarks")}
     below = {region["name"]: region["step"] for region in report["regions"] if region["step"] not in RESTORED_STEPS}
     found = []
     if not report["fully_cached"]:

@@ -39,7 +39,6 @@ PRIVATE_NAMES = (
     PrivateNames("torch.nn.Module", "_call_impl _compiled_call_impl _parameters _buffers _modules", NO_CALL),
     PrivateNames("torch.utils", "_pytree _python_dispatch", NO_CALL),
     PrivateNames("torch._C", "_len_torch_dispatch_stack", NO_CALL),
-    PrivateNames("torch._ops", "OpOverload OpOverloadPacket", NO_CALL),
     PrivateNames("torch.UntypedStorage", "_cdata _share_cuda_ _new_shared_cuda", "comparisons, so all compiled code"),
     PrivateNames("torch", "Tensor._make_subclass _neg_view", NO_BACKGROUND),
     PrivateNames(
@@ -51,8 +50,7 @@ PRIVATE_NAMES = (
     PrivateNames("torch", "_fused_sdp_choice", NO_FUNCTION),
     PrivateNames(
         "torch._C",
-        "_set_fp32_precision_setter _set_sdp_priority_order _set_cublas_allow_fp16_reduced_precision_reduction "
-        "_set_cublas_allow_bf16_reduced_precision_reduction",
+        "_set_fp32_precision_setter _set_sdp_priority_order",
         "compiling in the background where the server's switch is not torch's default",
     ),
     PrivateNames("torch._dynamo", "config mark_dynamic utils exc run", NO_COMPILER),
@@ -62,9 +60,9 @@ PRIVATE_NAMES = (
     PrivateNames("torch._functorch._aot_autograd", "aot_autograd_result.BundledAOTAutogradResult", NO_FUNCTION),
     PrivateNames("torch.utils", "_traceback.CapturedTraceback", NO_FUNCTION),
     PrivateNames("torch._dynamo.aot_compile", "AOTCompiledFunction._artifacts", NO_FUNCTION),
-    PrivateNames("torch._dynamo.config", "_config _is_default", NO_BACKGROUND),
+    PrivateNames("torch._dynamo.config", "_config _is_default", NO_FUNCTION),
     PrivateNames("torch._inductor", "config", NO_COMPILER),
-    PrivateNames("torch._inductor", "list_mode_options config.save_config_portable codecache.torch_key", NO_FUNCTION),
+    PrivateNames("torch._inductor", "list_mode_options codecache.torch_key", NO_FUNCTION),
     PrivateNames("torch._inductor", "select_algorithm decomposition graph debug", NO_FUNCTION),
     PrivateNames("torch._inductor", "codegen.memory_planning utils._align", NO_FUNCTION),
     PrivateNames("torch._inductor", "async_compile hooks", SLOWER_BOOT),
@@ -73,7 +71,7 @@ PRIVATE_NAMES = (
     PrivateNames("torch", "_functorch.config fx.experimental._config", NO_BACKGROUND),
     PrivateNames(
         "torch._inductor",
-        "cpu_vec_isa.VecISA.check_build cpu_vec_isa.VecISA._arch_flags codecache.cache_dir",
+        "cpu_vec_isa.VecISA.check_build codecache.cache_dir",
         "0.5 to 10 s of a boot on a CPU: torch tests its instructions again",
     ),
     PrivateNames("torch._inductor.compile_fx", "fx_codegen_and_compile", "graphs out of stored files: they are eager"),

@@ -20,10 +20,16 @@ from boots import TESTS, python_path
 from precompiling import build, tensor
 
 from compile_cache.errors import NotHandedOver
-from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.stored_functions import Artifacts, versions
 from compile_cache.inductor.toolchain import configure_torch
-from compile_cache.inductor.torch_state import ServerState, changed_options, describe_switches, precisions, switches
+from compile_cache.inductor.torch_state import (
+    ServerState,
+    changed_options,
+    describe_switches,
+    options_digest,
+    precisions,
+    switches,
+)
 from compile_cache.settings import Settings
 
 

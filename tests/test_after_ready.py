@@ -174,7 +174,7 @@ def test_a_process_of_one_answer_compiles_it_only_if_the_rest_is_stored(restart,
 def test_nothing_is_late_if_calls_without_code_are_not_ordered(restart):
     """All of it is preloaded then."""
     compiler, _ = next_boot(restart, Settings(cold_start="background", unseen="eager"), warms_up=False)
-    assert len(compiler.supply.artifacts._ahead) == 2
+    assert len(compiler.supply.artifacts._known) == 2
     warm_up(compiler, lambda: call(tuple(region for kind in compiler.by_class.values() for region in kind.places)))
     assert steps(compiler) == {"Once": "precompiled", "Step": "precompiled"}
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import blocks
@@ -17,6 +18,7 @@ from boots import TESTS
 from precompiling import boot, build, only_report, tensor, warm_up, warmed
 from toy_model import ToyModel
 
+from compile_cache.inductor.counters import read_counts
 from compile_cache.inductor.make import Answer, compare_speed
 from compile_cache.lifecycle.boot_report import BootReport, CompileCounts, PublishReport, RefusedPack, RestoreReport
 from compile_cache.serving.region_report import RegionReport
@@ -29,7 +31,7 @@ def warm_report() -> BootReport:
         phases={"weights": 1.5, "warm_up": 2.0},
         ready_s=4.25,
         restore=RestoreReport("hit", packs=1, files=12, stored_bytes=3_000_000, seconds=0.5, waited_s=0.1),
-        counts=CompileCounts(graphs=2, fxgraph_hits=2, aotautograd_hits=2),
+        counts=CompileCounts(graphs=2, hits=4),
         regions=[
             RegionReport("Block", 12, "graphs", graphs=1, compare_s=0.25, relative_error=1e-7, tolerance=1e-5),
             RegionReport("Head", 1, "graphs", graphs=1, compare_s=0.5, relative_error=1e-8, tolerance=1e-5),
@@ -54,10 +56,6 @@ def change(report: BootReport, path: str, value: object) -> BootReport:
     return report
 
 
-MADE_ANEW = ["fxgraph_misses", "fxgraph_bypasses", "aotautograd_misses", "aotautograd_bypasses"]
-MADE_ANEW += ["benchmarks", "kernels_compiled"]
-
-
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -65,7 +63,7 @@ MADE_ANEW += ["benchmarks", "kernels_compiled"]
         ("regions", []),
         *(("regions.1.settled", step) for step in ("unused", "eager")),
         ("counts", CompileCounts(graphs=2)),
-        *((f"counts.{name}", 1) for name in MADE_ANEW),
+        *((f"counts.{name}", 1) for name in ("misses", "benchmarks", "kernels_compiled")),
     ],
 )
 def test_one_region_unchecked_or_below_cached_no_hit_or_anything_made_anew_is_not_fully_cached(path, value):
@@ -96,7 +94,7 @@ def test_a_boot_of_precompiled_regions_alone_is_fully_cached_and_fully_precompil
     [
         *(("regions.1.settled", step) for step in ("unused", "eager", "graphs")),
         ("counts.precompiled_loaded", 0),
-        ("counts.fxgraph_misses", 1),
+        ("counts.misses", 1),
     ],
 )
 def test_one_region_not_precompiled_nothing_loaded_or_a_miss_is_not_fully_precompiled(path, value):
@@ -130,8 +128,12 @@ def test_what_a_boot_lacks_is_named_with_the_reason(path, value, said):
     assert said in line
 
 
-def test_hits_and_misses_add_up_both_caches_and_count_bypasses_as_misses():
-    counts = CompileCounts(0, 1, 10, 100, 2, 20, 200)
+def test_hits_and_misses_add_up_both_caches_and_count_bypasses_as_misses(monkeypatch):
+    inductor = {f"fxgraph_cache_{how}": 10**place for place, how in enumerate(("hit", "miss", "bypass"))}
+    aotautograd = {f"autograd_cache_{how}": 2 * 10**place for place, how in enumerate(("hit", "miss", "bypass"))}
+    counters = {"inductor": inductor, "aot_autograd": aotautograd}
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters=counters))
+    counts = read_counts()
     assert (counts.hits, counts.misses) == (3, 330)
 
 

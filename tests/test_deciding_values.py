@@ -225,14 +225,7 @@ FLIPS: dict[str, Flip] = {
         lambda s: s.store._marks.update({PATH: Mark(frozenset({s.place}), False)}),
         NOW_SERVES,
     ),
-    "Artifacts._functions": (
-        Scene.late,
-        ORDERED,
-        lambda s: s.store._functions.update({PATH: s.function}),
-        NOW_COMPARED,
-    ),
-    "Artifacts._ahead": (Scene.late, ORDERED, lambda s: s.store._ahead.update({PATH: s.function}), NOW_COMPARED),
-    "Artifacts._refused": (Scene.stored, NOW_COMPARED, lambda s: s.store._refused.update({PATH: "damaged"}), ORDERED),
+    "Artifacts._known": (Scene.late, ORDERED, lambda s: s.store._known.update({PATH: s.function}), NOW_COMPARED),
     "OrderQueue.waiting": (Scene.new, ORDERED, given("orders.queue.waiting", RECOMPILE_LIMIT), EAGER),
 }
 

@@ -166,7 +166,7 @@ def test_this_torch_has_the_names(names):
 
 
 # Set by `__init__`, or by torch's C++ part.
-OF_INSTANCES = {"_parameters", "_buffers", "_modules", "_artifacts", "_arch_flags", "_config", "_is_default", "_cdata"}
+OF_INSTANCES = {"_parameters", "_buffers", "_modules", "_artifacts", "_config", "_is_default", "_cdata"}
 
 
 def resolve(path: str) -> Any:

@@ -259,10 +259,10 @@ class Block(nn.Module):
 class Stored(stored_functions.Artifacts):
     """Those of one folder, whose files have no content: `Serving` knows what they do."""
 
-    def _groups(self, *_: Any) -> list[Any]:
-        return [SimpleNamespace(path="precompiled/group")]
+    def _groups(self, *_: Any) -> dict[str, Any]:
+        return {"precompiled/group": {}}
 
-    def _group(self, *_: Any) -> Any:
+    def _key(self, *_: Any) -> Any:
         raise ArtifactError("no graphs are stored")
 
     def _read(self, path: str) -> Any:

@@ -16,7 +16,7 @@ import types
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import blocks
@@ -34,6 +34,8 @@ from compile_cache.inductor import function as precompiled
 from compile_cache.inductor import stored_functions as stored_artifacts
 from compile_cache.inductor.function import Precompiled
 from compile_cache.inductor.function_file import read_artifact, write_artifact
+from compile_cache.inductor.lean_loading import PRODUCTS
+from compile_cache.inductor.make import import_compiler
 from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.key.environment import instruction_flags
 from compile_cache.settings import Settings
@@ -197,17 +199,17 @@ def test_two_classes_of_one_name_and_file_are_told_apart_by_their_methods():
     assert precompiled.sources_digest(one()) != precompiled.sources_digest(other())
 
 
-def of_version(package: str) -> types.ModuleType:
-    """A stand-in for a package."""
-    module = types.ModuleType(package)
-    module.__version__ = "0.0.0"
-    return module
+VERSIONS = stored_artifacts.versions()
 
 
-PACKAGES = ("diffusers", "transformers", "triton")
+def of_version(package: str) -> Any:
+    """Another version of a package is installed."""
+    return mock.patch.object(stored_artifacts, "versions", return_value={**VERSIONS, package: "0.0.0"})
+
+
 # What is patched meanwhile, the settings, and the inputs.
 OTHERS = {
-    **{name: (mock.patch.dict(sys.modules, {name: of_version(name)}), Settings(), tensor()) for name in PACKAGES},
+    **{name: (of_version(name), Settings(), tensor()) for name in ("diffusers", "transformers")},
     "an option of Inductor's": (torch._inductor.config.patch(epilogue_fusion=False), Settings(), tensor()),
     "dynamic shapes": (nullcontext(), Settings(dynamic=True), tensor()),
     "shapes that may become dynamic": (nullcontext(), Settings(dynamic=None), tensor()),
@@ -287,7 +289,8 @@ def test_region_that_cannot_be_precompiled_is_served_by_graphs_in_each_boot(rest
 
 def prefetched(directory) -> Artifacts:
     artifacts = loaded(directory)
-    assert artifacts.prefetch() == 2
+    artifacts.prefetch()
+    assert [*map(type, artifacts._known.values())] == [Precompiled, Precompiled]
     return artifacts
 
 
@@ -398,6 +401,12 @@ def test_a_weak_dictionary_beside_guards_forgets_its_keys_in_silence():
     aot.guards.GuardsStatePickler({}, {}, {}, stored).dump(weakref.WeakKeyDictionary({aot: 1}))
     made = pickle.loads(aot._without_secrets(stored.getvalue()))
     made[types.ModuleType("gone")] = 1
+
+
+def test_generated_code_calls_the_products_that_a_load_gives_it():
+    import_compiler()
+    kernels = importlib.import_module("torch._inductor.select_algorithm").extern_kernels
+    assert all(getattr(kernels, name) is product for name, product in PRODUCTS.items())
 
 
 def test_a_fork_waits_until_no_thread_loads_a_function():

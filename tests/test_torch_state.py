@@ -176,7 +176,6 @@ def test_switch_that_cannot_be_made_is_named_with_both_values(process):
     ("change", "name"),
     [
         ({"precisions": ("lowest", *["none"] * 9)}, "the precisions of float32 operations are ('highest'"),
-        ({"packages": ("no_such_package",)}, "no_such_package"),
         ({"options": (("torch._inductor.config", "no_such_option", pickle.dumps(1)),)}, "config.no_such_option"),
         ({"options": (("torch._inductor.config", "max_autotune", b"damaged"),)}, "config.max_autotune"),
         ({"preparations": ("passes:fail",)}, "passes:fail failed: LookupError"),
@@ -255,17 +254,12 @@ with torch.inference_mode():
 """
 
 
-def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for_and_its_packages():
-    """In a process without the packages of this one, which the server does not have. No others may be there."""
+def test_server_without_a_compiler_imports_none_and_gets_what_it_will_look_for(process):
     done = subprocess.run([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, env=environment(), check=True)
     state, compilers, server = pickle.loads(done.stdout)
     assert compilers == []
-    assert not server["versions"]["diffusers"]
-    with StateProcess() as process:
-        assert process.ask("make_state", state)["within"] == server
-        with_diffusers = process.ask("make_state", replace(state, packages=("diffusers",)))
-        assert with_diffusers["after"]["versions"]["diffusers"]
-        assert "diffusers is imported, and was not in the server" in process.ask("make_state", state)["refused"]
+    assert server["versions"]["diffusers"]
+    assert process.ask("make_state", state)["within"] == server
 
 
 def test_artifact_that_the_second_process_makes_is_found_by_the_server_alone_that_has_its_state(process, directory):

@@ -22,6 +22,7 @@ from compile_cache.inductor import make as making
 from compile_cache.inductor.counters import CompileCounts, read_counts
 from compile_cache.inductor.function_file import read_marks
 from compile_cache.inductor.make import Answer, Traced
+from compile_cache.inductor.stored_functions import Artifacts
 from compile_cache.serving import kinds
 from compile_cache.serving import region as routing
 from compile_cache.serving.comparison import Check, Comparison
@@ -116,12 +117,12 @@ def test_a_function_that_is_made_after_ready_is_published_once_it_was_compared_o
 
 
 @pytest.mark.parametrize(("graphs", "hits"), [(1, 0), (0, 1)])
-def test_an_answer_says_whether_graphs_were_found_and_not_whether_they_were_made(monkeypatch, graphs, hits):
-    traced = Traced(None, False, 1.0, 1.0, CompileCounts(graphs=graphs, fxgraph_hits=hits))
+def test_an_answer_says_whether_graphs_were_found_and_not_whether_they_were_made(monkeypatch, tmp_path, graphs, hits):
+    traced = Traced(None, False, 1.0, 1.0, CompileCounts(graphs=graphs, hits=hits))
     monkeypatch.setattr(making, "trace", lambda *_: traced)
     monkeypatch.setattr(making, "_graphs_made", lambda *_: Answer())
-    call = nn.Identity(), (tensor(4, 16),), {}
-    assert making.make(None, None, lambda: call, as_graphs=True).has_found is bool(hits)
+    artifacts, call = Artifacts(Settings(graphs=("Identity",)), tmp_path), (nn.Identity(), (tensor(4, 16),), {})
+    assert making.make(artifacts, None, lambda: call).has_found is bool(hits)
 
 
 def test_an_answer_without_code_uses_nothing_of_another_version(directory):

@@ -55,7 +55,7 @@ call()
 assert boot.wait_compiled(100)
 call()
 assert boot.wait_published(60), boot.report
-print({region.name: region.step for region in boot.report.regions}, boot.counts().fxgraph_hits)
+print({region.name: region.step for region in boot.report.regions}, boot.counts().hits)
 """
 
 

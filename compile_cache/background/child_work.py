@@ -83,8 +83,7 @@ class Maker:
                 torch.cuda.empty_cache()  # the server and its predictions may need that memory
                 return shadow.copied()
 
-            as_graphs = type(call[0]).__name__ in settings.graphs
-            answer = make(artifacts, graphs, copies, dynamic, pause, record, as_graphs)
+            answer = make(artifacts, graphs, copies, dynamic, pause, record)
         if answer.is_precompiled:
             return answer
         later = "; its graphs are in the store" if answer.path else ""

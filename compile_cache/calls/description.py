@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
 
 from compile_cache.key.environment import digest
 
-OPERATORS = (OpOverload, OpOverloadPacket)
+# torch's operators, and those of one overload each.
+OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.default))
 # Generated GPU code assumes this alignment of its inputs (torch/_inductor/utils.py).
 INPUT_ALIGNMENT_BYTES = 16
 

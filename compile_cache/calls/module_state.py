@@ -94,16 +94,8 @@ class Parts:
             and [*map(_DICTS, self._variables)] == self._dicts  # else hooks or parts are in other dictionaries
             and not any(map(dict.__contains__, self._variables, itertools.repeat("forward")))
             and all(map(operator.is_, children, self._children))
-            and self._have_their_forwards()
+            and all(map(operator.is_, map(_FORWARD, self._classes), self.forwards))
         )
-
-    def are_unhooked_still(self) -> bool:
-        """The same for parts that were looked at in this prediction, in a third of the time: a part, or a dictionary of
-        hooks, that was replaced since is not seen."""
-        return not any(self._hook_dicts) and self._have_their_forwards()
-
-    def _have_their_forwards(self) -> bool:
-        return all(map(operator.is_, map(_FORWARD, self._classes), self.forwards))
 
 
 def why_eager(module: nn.Module) -> str:

@@ -22,7 +22,7 @@ import pickle
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from traceback import StackSummary
 from typing import Any
@@ -36,13 +36,10 @@ from torch._dynamo import guards as _guards
 from torch._dynamo.guards import CheckFunctionManager, _get_closure_vars
 from torch.utils._traceback import CapturedTraceback
 
-from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.calls.torch_call import Call, call_region
-from compile_cache.errors import Failure, NotPrecompilable
+from compile_cache.errors import ArtifactError
 from compile_cache.importable import reference
-from compile_cache.inductor.lean_loading import StoredCode, check_kernels, give_keys, without_compiler
-from compile_cache.inductor.torch_state import SET_WHILE_LOADING
-from compile_cache.key.environment import digest
+from compile_cache.inductor.lean_loading import StoredCode, give_keys, without_compiler
 
 # The first and the last tested release.
 TESTED_TORCH = ((2, 11), (2, 15))
@@ -58,7 +55,6 @@ guard_scope: Callable[[], dict[str, Any]] = _get_closure_vars
 
 guards: Any = _guards
 _mode_options: Any = torch._inductor.list_mode_options
-_options: Any = torch._inductor.config.save_config_portable
 _load: Any = torch.compiler.load_compiled_function
 _fake_mode = functools.cache(lambda: torch._subclasses.FakeTensorMode())
 # The packages of the objects that make guards up, besides the model's own.
@@ -68,40 +64,9 @@ _HOLDERS = (nn.Module, types.CellType, types.FunctionType, types.MappingProxyTyp
 # What pickle makes an object with, of its class and its parts.
 _NEW: Any = vars(copyreg)["__newobj__"]
 
-# The program's own passes over a graph. torch leaves them out of the options that it lists.
-_PASSES = (
-    "pre_grad_custom_pass",
-    "joint_custom_pre_pass",
-    "joint_custom_post_pass",
-    "post_grad_custom_pre_pass",
-    "post_grad_custom_post_pass",
-)
 # Held while a thread loads or makes an artifact: its contexts replace names in torch, and put them back. A fork waits.
 _alone = threading.RLock()
 os.register_at_fork(before=_alone.acquire, after_in_parent=_alone.release, after_in_child=_alone.release)
-
-
-def options_digest() -> str:
-    """The digest of Inductor's options that the program set. Options from the environment are in the environment's key.
-
-    Raises:
-        NotDescribedError: an option cannot be described.
-    """
-    options = {name: value for name, value in _options().items() if name not in SET_WHILE_LOADING}
-    options |= {name: getattr(torch._inductor.config, name, None) for name in _PASSES}
-    try:
-        return digest(sorted([name, _option(value)] for name, value in options.items()))
-    except Exception as error:  # a custom pass whose `uuid` raises
-        raise NotDescribedError(f"Inductor's options: {Failure(error).reason}") from error
-
-
-def _option(value: Any) -> str:
-    if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
-        return f"{class_name(type(value))} {uuid()!r}"
-    try:
-        return str(describe(value))
-    except NotDescribedError:
-        return repr(value) if isinstance(value, Sequence | Mapping) else class_name(type(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +88,9 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
     function that makes a guard on an object which it meets twice, and the object's two sources.
 
     Raises:
-        NotPrecompilable: the function uses an object that another process cannot find.
+        ArtifactError: the function uses an object that another process cannot find.
         Exception: any, if torch refuses.
     """
-    check_kernels()
     options = {**_mode_options(mode, dynamic), "guard_filter_fn": recorder}
     builder: Any = importlib.import_module("torch._dynamo.variables.builder")
     for name, value in vars(builtins).items():  # torch 2.11 looks for them among the function's globals alone
@@ -145,9 +109,9 @@ def compile_call(call: Call, mode: str, dynamic: bool | None, recorder: Any) -> 
         try:  # in the code, torch's names for these have numbers of this process
             names = {name: reference(compiled.fn.__globals__[name]) for name in environment.external_refs - provided}
         except LookupError as error:
-            raise NotPrecompilable(f"the compiled function uses what cannot be imported: {error}") from error
+            raise ArtifactError(f"the compiled function uses what cannot be imported: {error}") from error
         if environment.closure or environment.used_globals.keys() - vars(builtins).keys():
-            raise NotPrecompilable("it reads tensors from global variables or a closure")
+            raise ArtifactError("it reads tensors from global variables or a closure")
         code = environment.bytecode
         artifacts.runtime_env = dataclasses.replace(
             environment,

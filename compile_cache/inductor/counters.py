@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 # Rounds of a warm-up. In each, every kind of calls may get one more function.
 _MOST_ROUNDS, _MOST_COMPILING = 64, 3
-_precompiled: Counter[str] = Counter()
 # torch notes the time of each such step under a name with one of these endings. Its counters of measurements do not
 # serve: a lookup that finds a graph adds those of the graph's own compile, in another process.
 _MEASUREMENTS = (
@@ -24,19 +22,17 @@ _MEASUREMENTS = (
 
 @dataclass(slots=True)
 class CompileCounts:
-    """What torch found and what it made anew since the boot began, from its counters and the files.
+    """What torch found and what it made anew since the boot began, from its counters, the regions and the files.
 
-    `benchmarks` counts the kernels and products for which candidates were measured. `kernels_compiled` counts the
-    compiled kernels (`.so`, `.cubin`) in the cache directory that this boot did not restore.
+    `hits` counts the lookups that AOTAutograd's cache or Inductor's answered. Each of the others, the `misses`,
+    compiled something; those that torch bypassed count as well. `benchmarks` counts the kernels and products for which
+    candidates were measured. `kernels_compiled` counts the compiled kernels (`.so`, `.cubin`) in the cache directory
+    that this boot did not restore.
     """
 
     graphs: int = 0
-    fxgraph_hits: int = 0
-    fxgraph_misses: int = 0
-    fxgraph_bypasses: int = 0
-    aotautograd_hits: int = 0
-    aotautograd_misses: int = 0
-    aotautograd_bypasses: int = 0
+    hits: int = 0
+    misses: int = 0
     benchmarks: int = 0
     precompiled_loaded: int = 0
     precompiled_made: int = 0
@@ -46,35 +42,20 @@ class CompileCounts:
         """The difference to the earlier counts `before`."""
         return CompileCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
-    @property
-    def hits(self) -> int:
-        """Lookups that the cache answered."""
-        return self.fxgraph_hits + self.aotautograd_hits
-
-    @property
-    def misses(self) -> int:
-        """Lookups that the cache did not answer, bypasses included: each compiled something."""
-        return self.fxgraph_misses + self.fxgraph_bypasses + self.aotautograd_misses + self.aotautograd_bypasses
-
 
 def read_counts() -> CompileCounts:
     """The totals of this process. Takes microseconds and imports nothing; without torch all counts are zero."""
     utils = sys.modules.get("torch._dynamo.utils")  # None if this process has not imported torch's compiler
     counters: Mapping[str, Mapping[str, Any]] = getattr(utils, "counters", {})
     # One step copies the counters, because another thread may be compiling.
-    inductor, aotautograd = dict(counters.get("inductor", {})), counters.get("aot_autograd", {})
+    lookups = {**counters.get("inductor", {}), **counters.get("aot_autograd", {})}
+    caches = ("fxgraph_cache", "autograd_cache")
     timed = dict(getattr(utils, "compilation_time_metrics", {}))
     return CompileCounts(
         graphs=counters.get("stats", {}).get("unique_graphs", 0),
-        fxgraph_hits=inductor.get("fxgraph_cache_hit", 0),
-        fxgraph_misses=inductor.get("fxgraph_cache_miss", 0),
-        fxgraph_bypasses=inductor.get("fxgraph_cache_bypass", 0),
-        aotautograd_hits=aotautograd.get("autograd_cache_hit", 0),
-        aotautograd_misses=aotautograd.get("autograd_cache_miss", 0),
-        aotautograd_bypasses=aotautograd.get("autograd_cache_bypass", 0),
+        hits=sum(lookups.get(f"{cache}_hit", 0) for cache in caches),
+        misses=sum(lookups.get(f"{cache}_{how}", 0) for cache in caches for how in ("miss", "bypass")),
         benchmarks=sum(len(times) for name, times in timed.items() if name.endswith(_MEASUREMENTS)),
-        precompiled_loaded=_precompiled["loaded"],
-        precompiled_made=_precompiled["made"],
     )
 
 
@@ -98,8 +79,3 @@ def ended_steps() -> int:
     """How many steps of compiles have ended in this process. The last one of a compile ends after it has written."""
     timed = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
     return sum(map(len, dict(timed).values()))
-
-
-def count_precompiled(what: str) -> None:
-    """Add one to a count: precompiled functions `loaded` or `made`."""
-    _precompiled[what] += 1

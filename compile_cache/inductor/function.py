@@ -25,7 +25,7 @@ from compile_cache.calls.description import class_name, code_digest
 from compile_cache.calls.module_state import GLOBAL_HOOKS, HOOKS, Parts, parts_of, why_eager
 from compile_cache.calls.spec import on_gpu
 from compile_cache.calls.torch_call import Args, Call, Kwargs, call_region
-from compile_cache.errors import ArtifactError, Failure, NotPrecompilable, causes, log
+from compile_cache.errors import ArtifactError, Failure, causes, log
 from compile_cache.importable import find, look_up
 from compile_cache.inductor.aot import Compilation, compile_call, load_function
 from compile_cache.inductor.guards import Check, Checks, Inputs, RecordedGuard, Recorder, modules_of
@@ -68,7 +68,7 @@ class Precompiled:
         """Unpickle `payload`, which must be verified.
 
         Raises:
-            ArtifactError: the function cannot be loaded, or a global has changed.
+            ArtifactError: the function cannot be loaded.
         """
         try:
             externals = {name: find(name) for name in record.globals}
@@ -100,6 +100,8 @@ class Precompiled:
         if module in self._parts and (reason := self._failed_guard(inputs)):  # most differences
             return reason
         if reason := why_not_ahead(module):
+            return reason
+        if accepted is None and (reason := self.outdated()):
             return reason
         parts = Parts(module)
         overlaps = parts.overlaps(args, kwargs)
@@ -145,26 +147,24 @@ class Precompiled:
         """Serve a call that fits."""
         return self._function(module, args, kwargs)
 
-    try_out = __call__
-
 
 def compile_ahead(call: Call, mode: str, dynamic: bool | None, salt: str) -> tuple[Record, bytes]:
     """Compile a call. This traces the call, and runs nothing. `salt` names its group.
 
     Raises:
-        NotPrecompilable: torch refuses, or the compiled code might be wrong in another process.
+        ArtifactError: torch refuses, or the compiled code might be wrong in another process.
         MemoryError, torch.OutOfMemoryError: memory ran out; the call is not to blame.
     """
     recorder = Recorder(on_gpu(call), salt)
     try:
         compilation = compile_call(call, mode, dynamic, recorder)
-    except NotPrecompilable:
+    except ArtifactError:
         raise
     except Exception as error:  # torch cannot compile this ahead of time
         for cause in causes(error):
             if isinstance(cause, MemoryError | torch.OutOfMemoryError):
                 raise type(cause)(str(cause)) from error
-        raise NotPrecompilable(f"torch: {Failure(error).reason}") from error
+        raise ArtifactError(f"torch: {Failure(error).reason}") from error
     return Record.of(compilation, recorder.guards(), salt), compilation.payload
 
 
@@ -198,15 +198,22 @@ class Record:
 
     @classmethod
     def of(cls, compilation: Compilation, guards: list[RecordedGuard], salt: str) -> Record:
-        """The record of a function that this process has just compiled."""
+        """The record of a function that this process has just compiled.
+
+        Raises:
+            ArtifactError: a traced file is missing.
+        """
         # In the module of `call_region`, only that function counts. A pickled function names functions of `aot.py`.
         modules = {module for module, _ in compilation.traced} - {call_region.__module__} | {compile_call.__module__}
+        files = {module: file_digest(module) for module in sorted(modules)}
+        if missing := [module for module, content in files.items() if not content]:
+            raise ArtifactError(f"the source file of {missing[0]} is missing")
         # Of the traced functions, those that can be found by name.
         functions: dict[str, types.CodeType] = {}
         for module, line in sorted(compilation.traced):
             functions |= _functions_by_line(module).get(line, {})
         return cls(
-            {module: file_digest(module) for module in sorted(modules)},
+            files,
             {name: code_digest(code) for name, code in functions.items() if name not in _REPLACED_BY_DYNAMO},
             salt,
             {name: _sealed(salt, name) for name in _variables_read(functions.values())},
@@ -243,23 +250,15 @@ class Record:
         for name, was in self.host.items():
             if here.get(name) != was:
                 return f"it has C++ kernels for a host with {name} {was!r}; this host has {here.get(name)!r}"
-        if difference := self._source_difference():
-            return difference
-        # These are no settings of this library. The model's code has read them.
-        changed = [name for name, value in self.environ.items() if _sealed(self.salt, name) != value]
-        return f"the environment variable {changed[0]} has changed" if changed else ""
-
-    def _source_difference(self) -> str:
-        try:
-            if changed := [module for module, was in self.files.items() if file_digest(module) != was]:
-                return f"the source of {changed[0]} has changed"
-        except (NotPrecompilable, ImportError) as error:
-            return f"a source cannot be compared: {error}"
+        if changed := [module for module, was in self.files.items() if file_digest(module) != was]:
+            return f"the source of {changed[0]} has changed"
         for name, was in self.functions.items():
             code = _code_of(look_up(name))
             if code is None or code_digest(code) != was:
                 return f"{name} is not the function that was compiled"
-        return ""
+        # These are no settings of this library. The model's code has read them.
+        changed = [name for name, value in self.environ.items() if _sealed(self.salt, name) != value]
+        return f"the environment variable {changed[0]} has changed" if changed else ""
 
 
 def _host() -> dict[str, str]:
@@ -307,14 +306,7 @@ def sources_digest(module: nn.Module) -> str:
     be of no file. torch names no traced code that has no file."""
     kinds = {kind for part in parts_of(module) for kind in type(part).__mro__}
     own = sorted((kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))), key=class_name)
-    return digest([[class_name(kind), _file_of(kind), *_methods(kind)] for kind in own])
-
-
-def _file_of(kind: type) -> str:
-    try:
-        return file_digest(kind.__module__)
-    except (NotPrecompilable, ImportError):
-        return ""
+    return digest([[class_name(kind), file_digest(kind.__module__), *_methods(kind)] for kind in own])
 
 
 def _methods(kind: type) -> list[list[str]]:
@@ -324,14 +316,10 @@ def _methods(kind: type) -> list[list[str]]:
 
 @functools.cache
 def file_digest(module: str) -> str:
-    """SHA-256 of a module's source file. It is read from disk once.
-
-    Raises:
-        NotPrecompilable: the module has no source file.
-    """
-    file = getattr(importlib.import_module(module), "__file__", None)
+    """SHA-256 of a module's source file, which is read from disk once; empty if there is none."""
     try:
+        file = getattr(importlib.import_module(module), "__file__", None)
         with open(file or "", "rb") as source:
             return hashlib.sha256(source.read()).hexdigest()
-    except OSError as error:
-        raise NotPrecompilable(f"the source file of {module} is missing") from error
+    except (ImportError, OSError):
+        return ""

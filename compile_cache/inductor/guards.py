@@ -29,7 +29,7 @@ from torch import nn
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, describe
 from compile_cache.calls.torch_call import call_region
-from compile_cache.errors import NotPrecompilable
+from compile_cache.errors import ArtifactError
 from compile_cache.inductor.aot import NOT_STORED, guard_scope, without_texts
 from compile_cache.key.environment import digest
 
@@ -122,7 +122,7 @@ class Recorder:
         self._left_out = {"GLOBAL_STATE"} if on_gpu else set()
         self._salt = salt
         self._found: dict[RecordedGuard, None] = {}
-        self._refusals: list[NotPrecompilable] = []
+        self._refusals: list[ArtifactError] = []
         self._aliases: dict[str, str] = {}
         self._compared: set[str] = set()
         self._met: set[tuple[Any, ...]] = set()
@@ -175,7 +175,7 @@ class Recorder:
         if kind in (_OF_STORED if is_stored else _ALL):
             self._record(name, kind, entry.value, entry, is_stored)
         elif not is_stored and kind not in _SAYS_NOTHING:
-            self._refusals.append(NotPrecompilable(f"a guard of the kind {kind} cannot be stored"))
+            self._refusals.append(ArtifactError(f"a guard of the kind {kind} cannot be stored"))
         return is_stored
 
     def _is_checked_anyway(self, name: str, kind: str, entry: GuardFilterEntry) -> bool:
@@ -200,14 +200,14 @@ class Recorder:
             if name in self._keys:
                 (name, value, key), kind = self._keys[name], "DICT_CONTAINS"
             if kind in _BY_CONTENT and not isinstance(key, str | int | bytes):
-                raise NotPrecompilable(f"torch guards what {name} contains: {key!r}")
+                raise ArtifactError(f"torch guards what {name} contains: {key!r}")
             expression = self._in_modules(name)
             was = digest([self._salt, expression, _description(kind, value, key)])
             self._found[RecordedGuard(expression, kind, key, was, is_stored)] = None
-        except (NotDescribedError, NotPrecompilable) as error:  # raised here, torch would wrap it
-            is_told = isinstance(error, NotPrecompilable)
+        except (NotDescribedError, ArtifactError) as error:  # raised here, torch would wrap it
+            is_told = isinstance(error, ArtifactError)
             reason = str(error) if is_told else f"torch guards {name} by identity, which is a {error}"
-            self._refusals += [] if is_stored else [NotPrecompilable(reason)]
+            self._refusals += [] if is_stored else [ArtifactError(reason)]
 
     def _in_modules(self, expression: str) -> str:
         """The expression with the names of modules, and with keys in place of their places in a dictionary, which other
@@ -225,13 +225,13 @@ class Recorder:
             return f"{_BUILTINS}.__dict__"
         if name := self._functions.get(id(scope)):
             return f"{self._in_modules(name)}.__globals__"
-        raise NotPrecompilable("it reads a global variable of code that belongs to no module")
+        raise ArtifactError("it reads a global variable of code that belongs to no module")
 
     def guards(self) -> list[RecordedGuard]:
         """The recorded guards.
 
         Raises:
-            NotPrecompilable: a guard can neither be stored nor recorded.
+            ArtifactError: a guard can neither be stored nor recorded.
         """
         if self._refusals:
             raise self._refusals[0]

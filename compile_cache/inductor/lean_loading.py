@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch._inductor.config
 
-from compile_cache.errors import ArtifactError, NotPrecompilable
+from compile_cache.errors import ArtifactError
 
 # Where Triton's digest of its own files is looked up: by Triton itself, and by torch.
 _TRITON_KEY = ("triton.runtime.cache", "triton.runtime.autotuner", "torch._inductor.runtime.triton_compat")
 _KERNELS = "torch._inductor.select_algorithm"
-# The same as in torch's own namespace (torch/_inductor/kernel/mm.py, bmm.py, conv.py). `check_kernels` compares them.
-_PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
+# The same as in torch's own namespace (torch/_inductor/kernel/mm.py, bmm.py, conv.py), in all tested releases.
+PRODUCTS = {name: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
 # The imports of loading a precompiled region, and those of generated code.
 _LOADER = (
     "torch._dynamo.aot_compile",
@@ -82,12 +82,9 @@ def import_loader() -> None:
             importlib.import_module(name)
 
 
-class _ExternKernels:
+class _ExternKernels(types.SimpleNamespace):
     """The products that generated code calls most. Any other product is looked up in torch's own namespace at its first
     call."""
-
-    def __init__(self) -> None:
-        vars(self).update(_PRODUCTS)
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(importlib.import_module(_KERNELS).extern_kernels, name)
@@ -104,7 +101,7 @@ def _contents() -> dict[str, dict[str, Any]]:
     from torch._inductor.utils import _align
 
     return {
-        _KERNELS: {"extern_kernels": _ExternKernels()},
+        _KERNELS: {"extern_kernels": _ExternKernels(**PRODUCTS)},
         "torch._inductor.codegen.memory_planning": {"_align": _align},
         # A function for torch's tests, which is called with the generated code; None means none.
         "torch._inductor.graph": {"GraphLowering": types.SimpleNamespace(save_output_code=None)},
@@ -157,38 +154,5 @@ def without_compiler() -> Iterator[None]:
             _remove(substitute)
 
 
-class _Deferred(types.ModuleType):
-    """A package that runs its own file when it first lacks a name. Its modules can be imported before."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
-            raise AttributeError(name)
-        self.__class__ = types.ModuleType  # type: ignore[assignment]
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
-
-
-def _codecache() -> Any:
-    """torch's module of stored code. It needs two small files of the package for exported programs, whose other 15
-    modules take a third of this import."""
-    spec = importlib.util.find_spec("torch.export.pt2_archive")
-    if spec is not None and spec.name not in sys.modules:
-        package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        package.__class__ = _Deferred
-        vars(torch.export)["pt2_archive"] = package
-    return importlib.import_module("torch._inductor.codecache")
-
-
-_torch_key: Any = _codecache().torch_key
+_torch_key: Any = importlib.import_module("torch._inductor.codecache").torch_key
 StoredCode: Any = importlib.import_module("torch._functorch._aot_autograd.aot_autograd_result").BundledAOTAutogradResult
-
-
-def check_kernels() -> None:
-    """Compare the products with this torch's, in a process that imports the compiler anyway.
-
-    Raises:
-        NotPrecompilable: a product differs.
-    """
-    kernels = importlib.import_module(_KERNELS).extern_kernels
-    if wrong := [name for name, product in _PRODUCTS.items() if getattr(kernels, name, None) is not product]:
-        raise NotPrecompilable(f"this torch's generated code calls other functions for {', '.join(wrong)}")

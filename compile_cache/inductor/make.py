@@ -149,7 +149,6 @@ def make(
     dynamic: Dimensions = (),
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     record: str = "",
-    as_graphs: bool = False,
 ) -> Answer:
     """Run a call once under `torch.compile`, which fills Inductor's caches and records tuning; then compile it ahead of
     time. If torch refuses the second step, its graphs are recorded, if they can be taken out of stored files.
@@ -160,7 +159,6 @@ def make(
         dynamic: the sizes that the code leaves open.
         pause: a context around measurements on the GPU.
         record: the record of graphs for such calls to which these are added, if there is one.
-        as_graphs: whether to compile nothing ahead of time.
 
     Raises:
         CompileCacheError: no code may be made for this call.
@@ -172,11 +170,8 @@ def make(
     gc.collect()  # of the copy: nothing else collects it in the second process
     has_found = traced.counts.hits > 0
     try:
-        if as_graphs:
-            raise ArtifactError("COMPILE_CACHE_GRAPHS asks for graphs")
         function = artifacts.make(_left_open(dynamic, copies()))
         if misfit := function.misfit(copies()):
-            artifacts.reject(function.path, misfit)
             raise ArtifactError(f"it does not fit its own call: {misfit}")
     except CompileCacheError as error:
         reason = str(error)

@@ -10,22 +10,21 @@ Importing this module fails if importing `aot.py` fails.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from compile_cache.calls.description import Description, NotDescribedError, class_name, structure_digest
 from compile_cache.calls.spec import RECOMPILE_LIMIT, CallSpec, on_gpu
 from compile_cache.calls.torch_call import Call
-from compile_cache.errors import ArtifactError, NotPrecompilable, log
+from compile_cache.errors import ArtifactError, log
 from compile_cache.files import replacing
-from compile_cache.inductor.aot import options_digest
 from compile_cache.inductor.function import Precompiled, Record, compile_ahead, sources_digest, why_not_ahead
 from compile_cache.inductor.function_file import (
     GRAPHS,
@@ -36,8 +35,8 @@ from compile_cache.inductor.function_file import (
     read_artifact,
     write_artifact,
 )
-from compile_cache.inductor.torch_state import VERSIONED_PACKAGES, describe_switches, modes_of, switches
-from compile_cache.key.environment import digest
+from compile_cache.inductor.torch_state import describe_switches, modes_of, options_digest, switches
+from compile_cache.key.environment import digest, installed_version
 from compile_cache.settings import Settings
 
 _MOST_PREFETCHED = 256
@@ -57,18 +56,6 @@ class GraphsRecord:
     reason: str
 
 
-class _Group(NamedTuple):
-    """The path of a group's folder inside the cache directory, and the group's key, whose digest names the folder."""
-
-    path: str
-    key: dict[str, Description]
-
-    @classmethod
-    def of(cls, key: dict[str, Description]) -> _Group:
-        """The group with this key."""
-        return cls(f"{PRECOMPILED}/{digest(key)}", key)
-
-
 class Artifacts:
     """All records of a boot. A record is named by its path inside the cache directory.
 
@@ -80,63 +67,50 @@ class Artifacts:
 
     def __init__(self, settings: Settings, directory: Path, marks: Mapping[str, Mark] | None = None) -> None:
         self._marks = {**(marks or {})}
-        self._mode = settings.mode
-        self._dynamic = settings.dynamic
-        self._as_graphs = settings.graphs
+        self._settings = settings
         self._directory = directory
-        self._options: str | None = None
-        # By path: functions that are loaded ahead; functions of this boot's calls; and why others are not used.
-        self._ahead: dict[str, Precompiled] = {}
-        self._functions: dict[str, Precompiled] = {}
-        self._refused: dict[str, str] = {}
-        # By a group's path, why torch compiles no function for its calls.
-        self._not_precompilable: dict[str, str] = {}
+        # By path, a loaded function, or why a record is not used.
+        self._known: dict[str, Precompiled | str] = {}
 
-    def forget_options(self) -> None:
-        """Read Inductor's options again at the next call, in that call's thread."""
-        self._options = None
-
-    def prefetch(self, late: Collection[str] = ()) -> int:
-        """Load every stored function of the present code that is not `late`. Returns the number of all stored ones.
+    def prefetch(self, late: Collection[str] = ()) -> None:
+        """Load every stored function of the present code that is not `late`.
 
         While another thread loads the weights, this costs the boot no time. It imports none of the caller's modules,
         because another thread may be importing them.
         """
-        paths = self._paths("*", SUFFIX)
-        present = [self._fixed_key(dynamic).items() for dynamic in (self._dynamic, None)]
-        for path in [path for path in paths if path not in late][:_MOST_PREFETCHED]:
+        present = [self._fixed_key(dynamic).items() for dynamic in (self._settings.dynamic, None)]
+        for path in [path for path in self._paths("*", SUFFIX) if path not in late][:_MOST_PREFETCHED]:
             try:
                 key, record, payload = self._read(path)
                 if any(key.items() >= fixed for fixed in present) and record.is_imported:
-                    self._ahead[path] = _load(path, key, record, payload)
+                    self._keep(_load(path, key, record, payload))
             except (ArtifactError, OSError) as error:  # `find` meets the error again, and reports it
                 log.info("precompiled.not_loaded_ahead artifact=%s error=%r", path, error)
-        return len(paths)
 
     def arrive(self, path: str) -> Precompiled:
-        """Load a function that has just arrived in the cache directory. `find` finds it from now on.
+        """Load a function that has just arrived in the cache directory, unless it is loaded. `find` finds it from now
+        on.
 
         Raises:
             ArtifactError: the artifact is damaged, or does not belong here.
-            OSError: the artifact cannot be read.
         """
-        if known := self._functions.get(path):
-            return known
-        function = self._ahead.pop(path, None) or _load(path, *self._read(path))
-        if difference := function.outdated():  # one that was loaded ahead may be outdated by now
+        if isinstance(self._known.get(path), str):  # it was made anew
+            self._known.pop(path, None)
+        found = self._found(path)
+        if isinstance(found, str):
+            raise ArtifactError(found)
+        if difference := found.outdated():
             raise ArtifactError(difference)
-        if path in self._marks:
-            function.compared_on = self._marks[path].places
-        return self._functions.setdefault(path, function)  # another thread may have been first
+        return found
 
     def graphs(self, spec: CallSpec, call: Call) -> GraphsRecord | None:
         """The record of graphs for calls like this. None if there is none, if it is damaged or does
         not hold, or if earlier ones did not hold too often: then the graphs are others in each boot."""
         try:
-            group = self._group(spec, call, self._dynamic)
-            path = self._paths(group.path, GRAPHS)[-1]
+            key = self._key(spec, call, self._settings.dynamic)
+            path = self._paths(_group(key), GRAPHS)[-1]
             found = json.loads((self._directory / path).read_bytes())
-            if found["key"] != group.key or path in self._refused or path.endswith(f"{_MOST_RECORDS - 1}{GRAPHS}"):
+            if found["key"] != key or path in self._known or path.endswith(f"{_MOST_RECORDS - 1}{GRAPHS}"):
                 return None
             return GraphsRecord(path, float(found["seconds"]), str(found["reason"]))
         except (ArtifactError, OSError, ValueError, KeyError, TypeError, IndexError):
@@ -158,12 +132,12 @@ class Artifacts:
             ArtifactError: the call cannot be described, or its graphs are others in each boot.
             OSError: it cannot be written.
         """
-        group = self._group(CallSpec.of(call), call, self._dynamic)
-        number = len(self._paths(group.path, GRAPHS))  # each came after one that did not hold
+        key = self._key(CallSpec.of(call), call, self._settings.dynamic)
+        number = len(self._paths(group := _group(key), GRAPHS))  # each came after one that did not hold
         if number == _MOST_RECORDS:
             raise ArtifactError("its graphs are others in each boot")
-        path = f"{group.path}/{number}{GRAPHS}"
-        record = {"key": group.key, "seconds": seconds, "reason": reason}
+        path = f"{group}/{number}{GRAPHS}"
+        record = {"key": key, "seconds": seconds, "reason": reason}
         with replacing(self._directory / path) as file:
             file.write(json.dumps(record, sort_keys=True).encode())
         return path
@@ -179,7 +153,7 @@ class Artifacts:
         except ArtifactError as error:
             return str(error)
         for group in groups:
-            for path in self._paths(group.path, SUFFIX)[:RECOMPILE_LIMIT]:
+            for path in self._paths(group, SUFFIX)[:RECOMPILE_LIMIT]:
                 found = self._found(path)
                 if isinstance(found, str):
                     reasons.append(found)
@@ -187,7 +161,6 @@ class Artifacts:
                     reasons.append(misfit)
                 else:
                     return found
-            reasons += filter(None, (self._not_precompilable.get(group.path),))
         return "; ".join(dict.fromkeys(reasons)) or "none is stored for these inputs and this code"
 
     def unloaded(self, spec: CallSpec, call: Call) -> list[str]:
@@ -198,29 +171,35 @@ class Artifacts:
             ArtifactError: no function can serve such a call.
         """
         groups = self._groups(spec, call)
-        paths = [path for group in groups for path in self._paths(group.path, SUFFIX)]
-        is_met = not {*paths}.isdisjoint({*self._functions, *self._ahead, *self._refused})
-        return [] if is_met or any(self._paths(group.path, GRAPHS) for group in groups) else paths
+        paths = [path for group in groups for path in self._paths(group, SUFFIX)]
+        is_met = not self._known.keys().isdisjoint(paths)
+        return [] if is_met or any(self._paths(group, GRAPHS) for group in groups) else paths
 
-    def _groups(self, spec: CallSpec, call: Call) -> list[_Group]:
-        """The groups in which functions for a call are stored: those for its sizes come first.
+    def _groups(self, spec: CallSpec, call: Call) -> dict[str, dict[str, Description]]:
+        """The groups in which functions for a call are stored, with their keys: those for its sizes come first.
 
         Raises:
             ArtifactError: no function can serve such a call.
         """
         if reason := why_not_ahead(call[0]):
             raise ArtifactError(reason)
-        return [self._group(spec, call, dynamic) for dynamic in dict.fromkeys((self._dynamic, None))]
+        keys = [self._key(spec, call, dynamic) for dynamic in dict.fromkeys((self._settings.dynamic, None))]
+        return {_group(key): key for key in keys}
 
     def _found(self, path: str) -> Precompiled | str:
         """A stored function; else why it is not used."""
-        if path not in self._refused:
-            try:
-                return self.arrive(path)
-            except (ArtifactError, OSError) as error:
-                self._refused[path] = str(error)
-                log.info("precompiled.refused artifact=%s reason=%s", path, error)
-        return self._refused[path]
+        if (known := self._known.get(path)) is not None:
+            return known
+        try:
+            return self._keep(_load(path, *self._read(path)))
+        except (ArtifactError, OSError) as error:
+            log.info("precompiled.refused artifact=%s reason=%s", path, error)
+            return self._known.setdefault(path, str(error))
+
+    def _keep(self, function: Precompiled) -> Precompiled | str:
+        if mark := self._marks.get(function.path):
+            function.compared_on = mark.places
+        return self._known.setdefault(function.path, function)  # another thread may have been first
 
     def make(self, call: Call) -> Precompiled:
         """Compile a call ahead of time, write the artifact, and load it as another boot would. This traces, and runs
@@ -229,27 +208,19 @@ class Artifacts:
         Make it after `torch.compile` has run the call: only then is autotuning's choice known.
 
         Raises:
-            NotPrecompilable, ArtifactError: no function can serve this call in another process.
+            ArtifactError: no function can serve this call in another process, or none is wanted.
             OSError: the cache directory cannot be written.
         """
-        group = self._groups(spec := CallSpec.of(call), call)[0]
-        if len(self._paths(group.path, SUFFIX)) >= RECOMPILE_LIMIT:
-            raise NotPrecompilable(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
-        if group.path in self._not_precompilable:
-            raise NotPrecompilable(self._not_precompilable[group.path])
-        try:
-            with self._without_leftovers():
-                record, payload = compile_ahead(call, self._mode, self._dynamic, group.path)
-                record = replace(record, sizes=() if self._dynamic is False else spec.sizes)
-        except NotPrecompilable as error:
-            self._not_precompilable[group.path] = str(error)
-            raise
-        path = f"{group.path}/{write_artifact(self._directory / group.path, group.key, asdict(record), payload)}"
-        if path in self._functions:
-            raise NotPrecompilable("this call has an artifact, which does not fit it")
-        self._functions[path] = function = Precompiled(path, record, payload)
-        self._refused.pop(path, None)
-        return function
+        if type(call[0]).__name__ in self._settings.graphs:
+            raise ArtifactError("COMPILE_CACHE_GRAPHS asks for graphs")
+        group, key = next(iter(self._groups(spec := CallSpec.of(call), call).items()))
+        if len(self._paths(group, SUFFIX)) >= RECOMPILE_LIMIT:
+            raise ArtifactError(f"there are {RECOMPILE_LIMIT} artifacts of this region and these inputs")
+        with self._without_leftovers():
+            record, payload = compile_ahead(call, self._settings.mode, self._settings.dynamic, group)
+        record = replace(record, sizes=() if self._settings.dynamic is False else spec.sizes)
+        path = f"{group}/{write_artifact(self._directory / group, key, asdict(record), payload)}"
+        return Precompiled(path, record, payload)
 
     @contextlib.contextmanager
     def _without_leftovers(self) -> Iterator[None]:
@@ -264,30 +235,25 @@ class Artifacts:
 
     def reject(self, path: str, reason: str) -> None:
         """Stop using a record in this process, and remove its marks."""
-        self._refused[path] = reason
+        self._known[path] = reason
         self._marks.pop(path, None)
-        self._ahead.pop(path, None)
-        self._functions.pop(path, None)
         for mark in marks_of(self._directory, path):
             (self._directory / mark).unlink(missing_ok=True)
 
-    def _group(self, spec: CallSpec, call: Call, dynamic: bool | None) -> _Group:
-        """The group of a call. `dynamic` has torch.compile's meaning: with False, the group has the tensors' sizes.
+    def _key(self, spec: CallSpec, call: Call, dynamic: bool | None) -> dict[str, Description]:
+        """The key of a call's group. `dynamic` has torch.compile's meaning: with False, the key has the tensors' sizes.
 
         Raises:
             ArtifactError: the inputs or the options cannot be described.
         """
         try:
-            self._options = self._options or options_digest()
-            return _Group.of(
-                {
-                    **self._fixed_key(dynamic),
-                    **self._of_class(spec, call[0]),
-                    "options": self._options,
-                    "inputs": (spec if dynamic is False else spec.without_sizes).stored,
-                    "switches": describe_switches(switches(on_gpu(call))),
-                }
-            )
+            return {
+                **self._fixed_key(dynamic),
+                **self._of_class(spec, call[0]),
+                "options": options_digest(),
+                "inputs": (spec if dynamic is False else spec.without_sizes).stored,
+                "switches": describe_switches(switches(on_gpu(call))),
+            }
         except NotDescribedError as error:
             raise ArtifactError(f"this call cannot be described: {error}") from error
 
@@ -297,11 +263,11 @@ class Artifacts:
             "code": sources_digest(module),
             "structure": structure_digest(spec.structure),
             # Boots that do not ask for graphs find none of these.
-            **({"asked": "graphs"} if type(module).__name__ in self._as_graphs else {}),
+            **({"asked": "graphs"} if type(module).__name__ in self._settings.graphs else {}),
         }
 
     def _fixed_key(self, dynamic: bool | None) -> dict[str, Description]:
-        return {"mode": self._mode, "dynamic": str(dynamic), "versions": versions()}
+        return {"mode": self._settings.mode, "dynamic": str(dynamic), "versions": versions()}
 
     def _paths(self, group: str, suffix: str) -> list[str]:
         """The files of a group with this suffix, or those of all groups for `*`, in order."""
@@ -317,9 +283,14 @@ class Artifacts:
             OSError: it cannot be read.
         """
         key, record, payload = read_artifact(self._directory / path)
-        if not path.startswith(f"{_Group.of(dict(key)).path}/"):
+        if not path.startswith(f"{_group(key)}/"):
             raise ArtifactError("it belongs to another group")
         return key, Record.from_json(record), payload
+
+
+def _group(key: Mapping[str, Description]) -> str:
+    """The path of a group's folder inside the cache directory, which the digest of the group's key names."""
+    return f"{PRECOMPILED}/{digest(key)}"
 
 
 def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> Precompiled:
@@ -334,7 +305,8 @@ def _load(path: str, key: Mapping[str, Any], record: Record, payload: bytes) -> 
         return Precompiled(path, record, payload)
 
 
+@functools.cache
 def versions() -> Mapping[str, str]:
-    """The versions of the packages that decide how a model is traced. Those of torch and Python are in the
+    """The versions of the packages that decide how a model is traced. Those of torch, Triton and Python are in the
     environment's key."""
-    return {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in VERSIONED_PACKAGES}
+    return {name: installed_version(name) for name in ("diffusers", "transformers")}

@@ -63,18 +63,18 @@ def configure_torch() -> None:
     _IS_CONFIGURED.set(True)
     dynamo: Any = importlib.import_module("torch._dynamo").config
     inductor: Any = importlib.import_module("torch._inductor.config")
-    _set(dynamo, "recompile_limit", max(getattr(dynamo, "recompile_limit", 0), RECOMPILE_LIMIT))
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     # torch skips these guards by default; then a hook that is added after a compile is never called.
-    _set(dynamo, "skip_nnmodule_hook_guards", False)
+    dynamo.skip_nnmodule_hook_guards = False
     # torch's flag of FX traces is one for all threads. While one thread compiles, graphs that another thread calls run
     # eager; by default they fail.
-    _set(dynamo, "error_on_nested_fx_trace", False)
+    dynamo.error_on_nested_fx_trace = False
     # Precompiled headers lie outside the cache directory. Every boot would run g++ to check that they are current.
-    _set(inductor, "cpp_cache_precompile_headers", False)
+    inductor.cpp_cache_precompile_headers = False
     # torch 2.11 tries a smaller block at run time. If that is best, the next boot does not find it, benchmarks again,
     # and may choose another. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
-        _set(inductor, "dynamic_scale_rblock", False)
+        inductor.dynamic_scale_rblock = False
     copyreg.pickle(torch.memory_format, _memory_format_by_name)
     _patch_compiler()
 
@@ -89,11 +89,6 @@ def _patch_compiler() -> None:
             patch()
         except (ImportError, AttributeError) as error:  # no Triton, or another torch
             log.info("toolchain.not_configured what=%s error=%s", patch.__name__, error)
-
-
-def _remember_instructions() -> None:
-    isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
-    isa.check_build = _remembering(isa.check_build)
 
 
 def _memory_format_by_name(value: torch.memory_format) -> tuple[Any, ...]:
@@ -112,26 +107,22 @@ def is_switched_off() -> bool:
     return bool(getattr(config, "disable", False)) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
-def _set(config: Any, name: str, value: Any) -> None:
-    try:
-        setattr(config, name, value)
-    except AttributeError:
-        log.warning("torch %s has no setting %s.%s: continuing without it", torch.__version__, config.__name__, name)
+def _remember_instructions() -> None:
+    """Wrap torch's test of a set of instructions. A stored answer says that code loads: a failure may have a passing
+    cause."""
+    kind: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
+    original = kind.check_build
 
-
-def _remembering(check_build: Any) -> Any:
-    """Wrap torch's test of a set of instructions. A stored answer is `true`: a failure may have a passing cause."""
-
-    @functools.wraps(check_build)
-    def remembering(isa: Any, code: str) -> bool:
-        question = [str(isa), isa.build_arch_flags(), isa._arch_flags, code, instruction_flags()]
+    @functools.wraps(original)
+    def check_build(isa: Any, code: str) -> bool:
+        question = [str(isa), isa.build_arch_flags(), code, instruction_flags()]
         answer = json.dumps({"question": question, "answer": True}).encode()
         codecache: Any = importlib.import_module("torch._inductor.codecache")
         path = Path(codecache.cache_dir(), "toolchain", f"{digest(question)}.json")
         with contextlib.suppress(OSError):  # it is not known
             if path.read_bytes() == answer:
                 return True
-        loads = bool(check_build(isa, code))
+        loads = bool(original(isa, code))
         if loads:
             try:
                 with replacing(path) as file:
@@ -140,7 +131,7 @@ def _remembering(check_build: Any) -> Any:
                 log.info("toolchain.not_remembered error=%r", error)
         return loads
 
-    return remembering
+    kind.check_build = check_build
 
 
 def _trim_bundles() -> None:

@@ -1,8 +1,8 @@
 """torch's state: switches and options that compiled code depends on, and that a call's inputs do not show. It is read
 in the server, and set in the second process.
 
-The name of an artifact depends on torch's switches, the compiler's options and the imported packages, among others. The
-server finds an artifact only if the process that made it had the same.
+The name of an artifact depends on torch's switches and the compiler's options, among others. The server finds an
+artifact only if the process that made it had the same.
 
 `prepare_with` registers a function that prepares a process to compile a model, such as one that registers an attention
 interface. A model family calls it in its own set-up; the second process calls it before it compiles.
@@ -20,23 +20,24 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from compile_cache.calls.description import NotDescribedError, class_name, describe
 from compile_cache.calls.spec import autocast_dtype
 from compile_cache.calls.torch_call import count_dispatch_modes
 from compile_cache.errors import Failure, NotHandedOver
 from compile_cache.importable import find, reference, why_not
+from compile_cache.key.environment import digest
 
 _precision = torch._C._get_fp32_precision_getter
 _priority = torch._C._get_sdp_priority_order
+_products = torch.backends.cuda.matmul
 
-# An artifact's name has the versions of these packages, because they decide how a model is traced.
-VERSIONED_PACKAGES = ("diffusers", "transformers", "triton")
 # Some options of the first two are names for options of the last.
 _CONFIGS = (
     "torch._inductor.config",
@@ -45,11 +46,10 @@ _CONFIGS = (
     "torch.fx.experimental._config",
     "torch.compiler.config",
 )
-# torch and this library set these options while they load or make an artifact. In torch 2.11 options belong to all
-# threads, so another thread would take them for the program's.
-SET_WHILE_LOADING = ("enable_aot_compile", "enable_autograd_for_aot")
-# Options that change how a process compiles, but not the compiled code.
-_NOT_OF_CODE = ("compile_threads", "worker_start_method", *SET_WHILE_LOADING)
+# Options that change how a process compiles, but not the compiled code. torch and this library set the last two while
+# they load or make an artifact: in torch 2.11 options belong to all threads, so another thread would take them for the
+# program's.
+_NOT_OF_CODE = ("compile_threads", "worker_start_method", "enable_aot_compile", "enable_autograd_for_aot")
 # The backends and operations for which torch keeps float32 precisions. A "none" takes the value of "all".
 _PRECISIONS = (
     ("generic", "all"),
@@ -91,8 +91,8 @@ SETTERS: Mapping[str, Callable[[Any], object]] = {
     "math attention": torch.backends.cuda.enable_math_sdp,
     "cuDNN attention": torch.backends.cuda.enable_cudnn_sdp,
     "attention priority": lambda value: torch._C._set_sdp_priority_order(list(value)),
-    "float16 reductions": lambda value: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
-    "bfloat16 reductions": lambda value: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
+    "float16 reductions": functools.partial(setattr, _products, "allow_fp16_reduced_precision_reduction"),
+    "bfloat16 reductions": functools.partial(setattr, _products, "allow_bf16_reduced_precision_reduction"),
     "deterministic algorithms": torch.set_deterministic_debug_mode,
     "default dtype": torch.set_default_dtype,
     "threads": torch.set_num_threads,
@@ -205,6 +205,28 @@ def changed_options() -> Iterator[tuple[str, str, Any]]:
                         yield module, name, value
 
 
+def options_digest() -> str:
+    """The digest of the options of Inductor's that were changed.
+
+    Raises:
+        NotDescribedError: an option cannot be described.
+    """
+    try:
+        options = [[name, _option(value)] for module, name, value in changed_options() if module == _CONFIGS[0]]
+    except Exception as error:  # a custom pass whose `uuid` raises
+        raise NotDescribedError(f"Inductor's options: {Failure(error).reason}") from error
+    return digest(sorted(options))
+
+
+def _option(value: Any) -> str:
+    if callable(uuid := getattr(value, "uuid", None)):  # torch._inductor.custom_graph_pass
+        return f"{class_name(type(value))} {uuid()!r}"
+    try:
+        return str(describe(value))
+    except NotDescribedError:
+        return repr(value) if isinstance(value, Sequence | Mapping) else class_name(type(value))
+
+
 # The names of functions that the second process calls first, in order; and, in that process, those that it has called.
 _registered: dict[str, None] = {}
 _called: set[str] = set()
@@ -214,16 +236,14 @@ _called: set[str] = set()
 class ServerState:
     """The state of the server that a call depends on. Equal states name the same artifacts.
 
-    `options` has the module, the name and the pickled value of each of `changed_options`. `packages` are those of
-    `VERSIONED_PACKAGES` that the server has imported. `path` is its import path. `device` is the
-    index of the thread's CUDA device; None before CUDA is used.
+    `options` has the module, the name and the pickled value of each of `changed_options`. `path` is the
+    server's import path. `device` is the index of the thread's CUDA device; None before CUDA is used.
     """
 
     on_gpu: bool
     switches: tuple[Any, ...]
     precisions: tuple[str, ...]
     options: tuple[tuple[str, str, bytes], ...]
-    packages: tuple[str, ...]
     path: tuple[str, ...]
     preparations: tuple[str, ...]
     device: int | None
@@ -248,7 +268,6 @@ class ServerState:
             values,
             precisions(),
             tuple((module, name, _packed(module, name, value)) for module, name, value in changed_options()),
-            tuple(name for name in VERSIONED_PACKAGES if name in sys.modules),
             tuple(entry for entry in sys.path if isinstance(entry, str)),
             tuple(_registered),
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
@@ -272,9 +291,6 @@ class ServerState:
         from compile_cache.inductor.toolchain import configure_torch
 
         configure_torch()
-        for name in self.packages:
-            with _setting(name):
-                importlib.import_module(name)
         _run_once(self.preparations)
         with ExitStack() as stack:
             for option in self.options:
@@ -308,9 +324,6 @@ class ServerState:
         said = 0 if self.precisions[0] else 1  # in the server, torch refused to tell the first one
         if (now := precisions()[said:]) != (then := self.precisions[said:]):
             different.append(f"the precisions of float32 operations are {now}, and were {then} in the server")
-        # The compiler imports Triton itself. The server has imported the compiler before it looks for an artifact.
-        own = set(sys.modules).intersection(VERSIONED_PACKAGES).difference(self.packages, ["triton"])
-        different += [f"{name} is imported, and was not in the server" for name in sorted(own)]
         if different:
             raise NotHandedOver(f"in the compiling process, {'; '.join(different)}")
 
@@ -332,7 +345,7 @@ def _setting(name: str) -> Iterator[None]:
         yield
     except NotHandedOver:
         raise
-    except Exception as error:  # torch refuses a value or lacks a name, or a package cannot be imported
+    except Exception as error:  # torch refuses a value or lacks a name
         raise NotHandedOver(f"{name} cannot be set as in the server: {Failure(error).reason}") from error
 
 

@@ -460,7 +460,7 @@ class Boot:
         return self._regions is None or self._regions.supply.wait(timeout_s)
 
     def counts(self) -> CompileCounts:
-        """torch's lookups and compiles since this boot began, without `kernels_compiled`."""
+        """torch's lookups and compiles since this boot began, without functions and `kernels_compiled`."""
         return read_counts().since(self._counted_before)
 
     def wait_published(self, timeout_s: float) -> bool:
@@ -510,6 +510,8 @@ class Boot:
 
     def _count(self) -> None:
         counts = self.counts()
+        counts.precompiled_loaded = sum(region.loaded for region in self.report.regions)
+        counts.precompiled_made = sum(region.made for region in self.report.regions)
         if self._directory is not None:
             new = self._directory.scan().keys() - self._restored_files
             counts.kernels_compiled = sum(path.endswith((".so", ".cubin", ".hsaco")) for path in new)

@@ -39,7 +39,7 @@ class ServedByGraph:
 
     def fits(self, call: Call) -> bool:
         """Whether graphs serve a later call of the same likeness too."""
-        is_unhooked = bool(self._case.graphs) and not any(GLOBAL_HOOKS) and self._parts.are_unhooked_still()
+        is_unhooked = bool(self._case.graphs) and not any(GLOBAL_HOOKS) and self._parts.are_unhooked()
         return is_unhooked and self._parts.overlaps(*call[1:]) == self._overlaps
 
 

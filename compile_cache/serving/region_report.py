@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from compile_cache.errors import log
-from compile_cache.inductor.counters import count_precompiled
 from compile_cache.serving.moment import LOCK
 from compile_cache.timeline import note
 
@@ -117,7 +116,6 @@ class RegionReport:
 
     def note_made(self, answer: Answer) -> None:
         """Count a function that was compiled ahead of time, and add the times of its call, if it was timed."""
-        count_precompiled("made")
         self.made += 1
         if answer.eager_ms > (self.eager_ms or 0.0):
             self.compiled_ms, self.eager_ms = answer.compiled_ms, answer.eager_ms

@@ -125,8 +125,6 @@ class Regions:
         """While the context lasts, calls are the warm-up's."""
         supply = self.supply
         supply.configure()
-        if (artifacts := supply.functions) is not None:
-            artifacts.forget_options()
         supply.is_warming_up = True
         supply.moment.conclude(is_whole=False)  # calls so far are of no round
         try:

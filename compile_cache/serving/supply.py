@@ -22,7 +22,6 @@ from compile_cache.background.orders import OrderQueue, Orders
 from compile_cache.calls.spec import RECOMPILE_LIMIT
 from compile_cache.calls.torch_call import Call
 from compile_cache.errors import ArtifactError, Failure, NotHandedOver, attempt, log
-from compile_cache.inductor.counters import count_precompiled
 from compile_cache.inductor.function_file import (
     SUFFIX,
     UNPROVED_S,
@@ -327,7 +326,6 @@ class RegionSupply:
         if not isinstance(found, str):
             ledger.use(found.path, self.owner)
             case.arrive(found)
-            count_precompiled("loaded")
             self.report.loaded += 1
             return found
         if boot.is_warming_up:
