@@ -63,18 +63,18 @@ def configure_torch() -> None:
     _IS_CONFIGURED.set(True)
     dynamo: Any = importlib.import_module("torch._dynamo").config
     inductor: Any = importlib.import_module("torch._inductor.config")
-    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    _set(dynamo, "recompile_limit", max(getattr(dynamo, "recompile_limit", 0), RECOMPILE_LIMIT))
     # torch skips these guards by default; then a hook that is added after a compile is never called.
-    dynamo.skip_nnmodule_hook_guards = False
+    _set(dynamo, "skip_nnmodule_hook_guards", False)
     # torch's flag of FX traces is one for all threads. While one thread compiles, graphs that another thread calls run
     # eager; by default they fail.
-    dynamo.error_on_nested_fx_trace = False
+    _set(dynamo, "error_on_nested_fx_trace", False)
     # Precompiled headers lie outside the cache directory. Every boot would run g++ to check that they are current.
-    inductor.cpp_cache_precompile_headers = False
+    _set(inductor, "cpp_cache_precompile_headers", False)
     # torch 2.11 tries a smaller block at run time. If that is best, the next boot does not find it, benchmarks again,
     # and may choose another. 2.13 finds it (CachingAutotuner.recheck_autotune_cache).
     if torch.__version__ < "2.13":
-        inductor.dynamic_scale_rblock = False
+        _set(inductor, "dynamic_scale_rblock", False)
     copyreg.pickle(torch.memory_format, _memory_format_by_name)
     _patch_compiler()
 
@@ -105,6 +105,13 @@ def is_switched_off() -> bool:
     # The same test as in torch/_dynamo/eval_frame.py, _optimize. Every other way to ask imports the compiler.
     config = importlib.import_module("torch._dynamo").config
     return bool(getattr(config, "disable", False)) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except AttributeError:
+        log.warning("torch %s has no setting %s.%s: continuing without it", torch.__version__, config.__name__, name)
 
 
 def _remember_instructions() -> None:
