@@ -79,6 +79,7 @@ def in_mount(tmp_path) -> tuple[Path, tuple[str, ...]]:
         *((COG, {"UNSEEN": value}, ["background", value, 240.0]) for value in ("background", "eager")),
         ((), {"UNSEEN": "eager"}, ["block", "eager", 240.0]),
         (COG, {"SETUP_BUDGET_S": "0"}, ["background", "background", 0.0]),
+        *((OTHER, {"REQUIRE": "hit", "COLD_START": value}, BACKGROUND) for value in ("auto", "block")),
     ],
 )
 def test_a_lasting_worker_compiles_in_the_background_and_a_given_value_wins(tmp_path, arguments, variables, expected):

@@ -39,12 +39,15 @@ _SHOWN = logging.INFO - 1
 def resolve_cold_start(settings: Settings) -> Settings:
     """The settings with `auto` replaced.
 
-    `cold_start` becomes `background` in a Cog server that stays, and `block` elsewhere. `unseen` becomes `background`,
-    or `eager` in a server of one prediction whose setup compiles: it would end before the answer came. Only a server of
-    one prediction has no `setup_budget_s` then, and nothing is required of its boot.
+    `cold_start` becomes `background` in a Cog server that stays, and wherever a hit is required, and `block` elsewhere.
+    `unseen` becomes `background`, or `eager` in a server of one prediction whose setup compiles: it would end before
+    the answer came. Only a server of one prediction has no `setup_budget_s` then, and nothing is required of its boot.
     """
     cold_start, server = settings.cold_start, _server()
-    if cold_start == "auto":
+    require = settings.require if server != "answers once" else "off"
+    if require == "hit":  # a setup that lacks code fails, so it compiles none
+        cold_start = "background"
+    elif cold_start == "auto":
         cold_start = "background" if server == "stays" else "block"
     unseen = settings.unseen
     if unseen == "auto":
@@ -52,7 +55,6 @@ def resolve_cold_start(settings: Settings) -> Settings:
     budget_s = settings.setup_budget_s
     if budget_s is None and server != "answers once":
         budget_s = _SETUP_BUDGET_S
-    require = settings.require if server != "answers once" else "off"
     return replace(settings, cold_start=cold_start, unseen=unseen, setup_budget_s=budget_s, require=require)
 
 
