@@ -460,8 +460,11 @@ class Boot:
         return self._regions is None or self._regions.supply.wait(timeout_s)
 
     def counts(self) -> CompileCounts:
-        """torch's lookups and compiles since this boot began, without functions and `kernels_compiled`."""
-        return read_counts().since(self._counted_before)
+        """torch's lookups and compiles since this boot began, and the regions' functions, without `kernels_compiled`."""
+        counts = read_counts().since(self._counted_before)
+        counts.precompiled_loaded = sum(region.loaded for region in self.report.regions)
+        counts.precompiled_made = sum(region.made for region in self.report.regions)
+        return counts
 
     def wait_published(self, timeout_s: float) -> bool:
         """Wait until all artifacts are in the store, or publishing them failed; True only if all are stored. Code that
@@ -510,8 +513,6 @@ class Boot:
 
     def _count(self) -> None:
         counts = self.counts()
-        counts.precompiled_loaded = sum(region.loaded for region in self.report.regions)
-        counts.precompiled_made = sum(region.made for region in self.report.regions)
         if self._directory is not None:
             new = self._directory.scan().keys() - self._restored_files
             counts.kernels_compiled = sum(path.endswith((".so", ".cubin", ".hsaco")) for path in new)
