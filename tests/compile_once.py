@@ -6,8 +6,8 @@ Two boots compile the same kernels, and each kernel begins with the same megabyt
 three quarters of a compile. Results are kept in FOLDER, under a digest of the arguments and of the source, and so are
 the headers, precompiled, from the third kernel on. conftest.py names FOLDER by all else that a result depends on, so it
 serves later runs of the suite too. No test measures speed, so kernels are compiled with -O1. gold, where it is
-installed, links in a third of the time, and reading the symbols of torch's large libraries takes most of that: libtorch,
-which is empty, needs the first, and no kernel needs the other.
+installed, links in a third of the time. Most of that is reading the symbols of torch's large libraries: kernels are
+linked with libtorch alone, which is empty and needs the others.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ print(len(came), "interrupts", flush=True)
 def marked(variables, marked):
     """Nothing that a test has started is left."""
     yield marked
-    assert not marked.pids()
+    wait_for(lambda: not marked.pids())
 
 
 def command(*arguments: str | Path, program: tuple[str, str] = ("-m", "compile_cache.cli")) -> list[str]:
