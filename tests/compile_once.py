@@ -3,11 +3,13 @@
     compile_once.py FOLDER COMPILER ARGUMENTS
 
 Two boots compile the same kernels, and each kernel begins with the same megabytes of torch's headers: parsing them is
-three quarters of a compile. Results are kept in FOLDER, under a digest of the arguments and of the source, and so are
-the headers, precompiled, from the third kernel on. conftest.py names FOLDER by all else that a result depends on, so it
-serves later runs of the suite too. No test measures speed, so kernels are compiled with -O1. gold, where it is
-installed, links in a third of the time. Most of that is reading the symbols of torch's large libraries: kernels are
-linked with libtorch alone, which is empty and needs the others.
+three quarters of a compile. Results are kept in FOLDER, under digests of the arguments and of the source, and so are
+the headers, precompiled, from the third kernel with the same arguments on. conftest.py names FOLDER by all else that a
+result depends on, so it serves later runs of the suite too.
+
+No test measures speed or needs a debugger, so kernels are compiled with -O1 and -g0. gold, where it is installed, links
+in a third of the time. Most of that is reading the symbols of torch's large libraries: kernels are linked with libtorch
+alone, which is empty and needs the others.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 _HEADER = "torch/csrc/inductor/cpp_prefix.h"
 _KERNELS_WITHOUT_HEADER = 2
+_INSTEAD = {"-O3": "-O1", "-g1": "-g0"}
 _LARGE_LIBRARIES = ("-ltorch_cpu", "-ltorch_python")
 
 
@@ -32,12 +35,12 @@ def main() -> int:
         return subprocess.call([compiler, *arguments])
     content = Path(sources[0]).read_bytes()
     options = [argument for argument in arguments if argument not in (sources[0], "-o", str(output))]
-    options = ["-O1" if option == "-O3" else _resolved(option) for option in options]
+    options = [_INSTEAD.get(option) or _resolved(option) for option in options]
     is_kernel = _HEADER.encode() in content
-    kind = "kernel" if is_kernel else "other"
-    known = Path(folder, f"{hashlib.sha256(repr(options).encode() + content).hexdigest()}.{kind}")
+    kind = Path(folder, hashlib.sha256(repr(options).encode()).hexdigest()[:16])
+    known = Path(f"{kind}.{hashlib.sha256(content).hexdigest()}.{'kernel' if is_kernel else 'other'}")
     if not known.exists():
-        header = _precompiled_header(Path(folder), compiler, options) if is_kernel else []
+        header = _precompiled_header(kind.with_suffix(".h"), compiler, options) if is_kernel else []
         made = known.with_suffix(f".{os.getpid()}.so")
         linker = ["-fuse-ld=gold"] if Path(compiler).with_name("ld.gold").exists() else []
         linked = [option for option in options if option not in _LARGE_LIBRARIES]
@@ -56,12 +59,11 @@ def _resolved(option: str) -> str:
     return option[:2] + os.path.realpath(option[2:]) if option.startswith(("-I/", "-L/")) else option
 
 
-def _precompiled_header(folder: Path, compiler: str, options: list[str]) -> list[str]:
+def _precompiled_header(header: Path, compiler: str, options: list[str]) -> list[str]:
     """The options with which a kernel is compiled on top of the precompiled header; none before the third kernel."""
-    header = folder / f"{hashlib.sha256(repr(options).encode()).hexdigest()}.h"
     made = header.with_suffix(".h.gch")
     if not made.exists():
-        if len(list(folder.glob("*.kernel"))) < _KERNELS_WITHOUT_HEADER:
+        if len(list(header.parent.glob(f"{header.stem}.*.kernel"))) < _KERNELS_WITHOUT_HEADER:
             return []
         with header.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
