@@ -137,17 +137,6 @@ def test_orders_that_begin_in_time_are_finished_and_the_others_wait_for_the_rele
     assert (held.hurries, [process.is_alive for process in started.processes]) == (False, [False, True])
 
 
-def test_a_process_that_began_before_there_is_an_order_answers_the_first_one(held, started):
-    held.begin()
-    held.begin()
-    (ahead,) = started.processes
-    (made,) = put(held, order("describe"))
-    held.begin()
-    held.finish(math.inf)
-    assert json.loads(made.answer.result(0).content)["pid"] == ahead.pid
-    assert started.processes == [ahead]
-
-
 def test_a_process_that_began_too_early_is_replaced_and_one_that_nobody_asks_for_is_idle(make_queue, started):
     queue = make_queue()
     queue.begin()
@@ -183,12 +172,16 @@ def test_orders_between_two_waits_begin_with_the_second_and_after_the_release_at
     assert answer(held, order("echo", size=1)).content == b"e"
 
 
-def test_a_process_begins_before_the_first_order_unless_there_is_one_or_all_are_released(held, make_queue, started):
+def test_a_process_begins_before_the_first_order_and_answers_it_unless_all_are_released(held, make_queue, started):
     held.begin()
-    assert (held.hurries, len(started.processes)) == (True, 1)
-    put(held, order("echo", size=1))
+    held.begin()
+    (ahead,) = started.processes
+    assert held.hurries
+    (made,) = put(held, order("describe"))
+    held.begin()
     held.finish(math.inf)
-    assert len(started.processes) == 1
+    assert json.loads(made.answer.result(0).content)["pid"] == ahead.pid
+    assert started.processes == [ahead]
     held.release()
     released = make_queue()
     released.release()
