@@ -27,11 +27,11 @@ print(json.dumps({"hits": hits, "misses": misses, "parent_has_torch": "libtorch"
 """
 WRITES = "import os; open(os.environ['TORCHINDUCTOR_CACHE_DIR'] + '/kernel.so', 'w').write('code')\n"
 WAITS = "print('ready', flush=True); import time; time.sleep(60)\n"
-# The command, for which a file stands still after two seconds, and which waits for no other containers.
+# The command, for which a file stands still after half a second, and which waits for no other containers.
 IMPATIENT = """
 from compile_cache.cli import main
 from compile_cache.lifecycle import publisher, run
-run._STILL_S, publisher._QUIET_S, publisher._SPREAD_S = 2.0, 0.1, 0.1
+run._STILL_S, publisher._QUIET_S, publisher._SPREAD_S = 0.5, 0.1, 0.1
 main()
 """
 COUNTS_INTERRUPTS = """
@@ -221,11 +221,12 @@ def test_arguments_and_stdin_reach_the_command_unchanged(marked):
 def test_a_program_that_is_ended_has_published_what_stood_still(marked, tmp_path):
     """Already while it ran, and without the youngest file, which may be half-written."""
     young = WRITES.replace("kernel", "young")
+    stays_young = "os.utime(os.environ['TORCHINDUCTOR_CACHE_DIR'] + '/young.so', (time.time() + 3600,) * 2)\n"
     until_stored = f"""
 import pathlib, time
 while not [*pathlib.Path("{tmp_path}/store").rglob("*.pack")]: time.sleep(0.1)
 """
-    program = python(f"{WRITES}{until_stored}{young}{WAITS}")
+    program = python(f"{WRITES}{until_stored}{young}{stays_young}{WAITS}")
     with start(marked, *program, program=("-c", IMPATIENT)) as running:
         assert running.stdout.readline() == "ready\n"
         running.send_signal(signal.SIGTERM)
