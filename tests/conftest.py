@@ -7,6 +7,7 @@ import gc
 import hashlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 from boots import Booted, boot_once, python_path, settings
-from cog_server import _free_port
 from commands import Run, run_command
 from marked_processes import Marked
 from namespaces import as_nobody
@@ -41,9 +41,10 @@ from compile_cache.storage.stores.local import LocalStore
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-# Inductor tries each set of vector instructions with a compile of its own, 10 of a cold boot's 25 seconds; what the CPU
-# says it has is enough here. Before torch is imported, and for the processes that tests start.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Kernels have no vector instructions, except in a boot of test_toolchain.py: Inductor would try each set of them with a
+# compile of its own, and torch's headers for them are a third of what each kernel's compile takes. Before torch is
+# imported, and for the processes that tests start.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # As compile_cache sets it for a boot. compile_once.py shares one header among all of them.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # The models are tiny, and tests run side by side: threads that wait for one another on busy cores take ten times as
@@ -154,28 +155,24 @@ class S3Bucket:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory) -> Iterator[str]:
     """The URL of a real S3 protocol server (moto), which lasts for the session."""
-    port = _free_port()
     log = tmp_path_factory.mktemp("s3") / "server.log"
-    command = [sys.executable, Path(__file__).with_name("s3_server.py"), "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, Path(__file__).with_name("s3_server.py"), "-H", "127.0.0.1", "-p", "0"]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
         try:
-            while not _answers(port):
+            while not (running := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
+            yield running[0]
         finally:
             server.kill()
 
 
 @pytest.fixture
-def closed_port() -> int:
-    """A port of the loopback that nothing listens on."""
-    return _free_port()
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def closed_port() -> Iterator[int]:
+    """A port of the loopback that nothing listens on, and that nobody else gets meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from boots import ONE_CLASS, TESTS, after, python_path, settings
+from boots import ONE_CLASS, TESTS, after, python_path, run_boot, settings
 from cog_server import PROJECT, CogServer
 
 
@@ -17,8 +15,9 @@ def served(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The report at READY of a server that requires a hit, and three predictions. `fill` has filled its store."""
     first, folder = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("async")
     own = ONE_CLASS | {"PYTHONPATH": python_path(PROJECT, TESTS)}
-    command = [sys.executable, "-m", "compile_cache.cli", "fill", "--predictor", "async_predictor.py:Predictor"]
-    subprocess.run(command, cwd=TESTS, env=settings(first) | own, check=True)
+    command = ("fill", "--predictor", "async_predictor.py:Predictor")
+    filled = run_boot(settings(first) | ONE_CLASS, *command, program="compile_cache.cli", folder=TESTS)
+    assert filled.returncode == 0, filled.stderr
     environ = after(first, folder, require="hit", cold_start="background") | own
     with CogServer("async_predictor.py:Predictor", folder / "server.log", environ, TESTS) as running:
         running.wait_ready()

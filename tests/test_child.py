@@ -90,7 +90,7 @@ def test_nothing_is_left_that_would_end_a_process_that_has_answered(start):
     describe(start())
     timers = [thread for thread in {*threading.enumerate()} - before if isinstance(thread, threading.Timer)]
     for timer in timers:
-        timer.join(10)
+        timer.join(PATIENCE_S)
     assert not any(timer.is_alive() for timer in timers)
 
 

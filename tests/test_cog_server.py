@@ -13,7 +13,7 @@ from boots import ONE_CLASS, TESTS, after, assert_fully_warm, boot_once, setting
 from cog_server import CogServer
 from marked_processes import wait_for
 from namespaces import in_container
-from web_servers import answering
+from web_servers import answer, answering
 
 # Cog kills its worker 10 s after it has told it to stop.
 COG_LIMIT_S = 10
@@ -72,8 +72,8 @@ def test_term_right_after_ready_leaves_everything_in_s3(tmp_path, s3_bucket):
 
 
 def test_what_is_lost_at_the_end_is_in_the_containers_log(tmp_path, aws_variables):
-    with answering(None) as silent:
-        environ = settings(tmp_path, store="s3://bucket", exit_budget_s="0.5", restore_timeout_s="1")
+    with answering(answer("403 Forbidden"), None) as silent:  # once the restore has failed
+        environ = settings(tmp_path, store="s3://bucket", exit_budget_s="0.5")
         environ |= ONE_CLASS | {"AWS_ENDPOINT_URL_S3": silent.url}
         with server(tmp_path, environ) as running:
             running.wait_ready()

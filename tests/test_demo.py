@@ -13,7 +13,7 @@ import pytest
 from boots import python_path
 from cog_server import PROJECT
 from demo_servers import stages
-from marked_processes import wait_for
+from marked_processes import PATIENCE_S, wait_for
 from outcome import headline
 from progress import Doing, told
 from rich.console import Console
@@ -34,7 +34,7 @@ def test_a_demo_that_is_told_to_end_ends_its_server_too(tmp_path, marked):
         wait_for(lambda: log.exists() and log.stat().st_size > 0)
         wait_for(lambda: len(marked.pids()) > 1)
         demo.terminate()
-        assert demo.wait(60) == 128 + signal.SIGTERM
+        assert demo.wait(PATIENCE_S) == 128 + signal.SIGTERM
         wait_for(lambda: not marked.pids())
 
 
@@ -48,7 +48,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
         return Doing("compiling Block", 3)
 
     with told(Console(file=output), "cold boot", look):
-        assert looked_twice.wait(30)
+        assert looked_twice.wait(PATIENCE_S)
     first, *others = output.getvalue().splitlines()
     assert first.startswith("cold boot, ")
     assert first.endswith(" s: compiling Block, 3 kernels built")

@@ -232,7 +232,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("layer", "alpha"),
     [*((IMAGE_QKV, alpha) for alpha in ALPHAS), *zip(LAYERS * 2, ALPHAS, strict=True)],
@@ -243,7 +243,7 @@ def test_an_alpha_that_is_no_positive_number_is_refused_and_ends(tmp_path, pipel
     refused(pipeline, state, tmp_path, f"{layer}.alpha is no positive number")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("alpha", [-2.0, 0.0, 1e308])
 def test_an_alpha_of_a_unet_that_is_no_number_to_multiply_by_is_refused(tmp_path, sdxl, alpha):
     name = "lora_unet_down_blocks_1_attentions_0_proj_in"

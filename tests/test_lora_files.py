@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from machines import write_files
+from marked_processes import PATIENCE_S
 from safetensors.numpy import save
 from web_servers import Certificates, answer, answering, make_certificates, running, tls
 
@@ -498,12 +499,12 @@ def test_a_killed_download_leaves_nothing_that_is_used(tmp_path, certified, serv
     def handle(connection: ssl.SSLSocket) -> None:
         connection.sendall(answer("200 OK", LORA)[: -len(LORA) // 2])
         is_half_sent.set()
-        is_killed.wait(30)
+        is_killed.wait(PATIENCE_S)
 
     with handling(certified, handle) as port:
         arguments = (str(folder), str(certified.authority), f"https://127.0.0.1:{port}/lora.safetensors")
         process = subprocess.Popen([sys.executable, "-c", KILLED, *arguments], cwd=Path(__file__).parents[1])
-        assert is_half_sent.wait(30)
+        assert is_half_sent.wait(PATIENCE_S)
         process.kill()
         process.wait()
         is_killed.set()

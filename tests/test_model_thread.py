@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from marked_processes import wait_for
+from marked_processes import PATIENCE_S, wait_for
 from programs import run_program
 
 from compile_cache import ModelThread
@@ -43,7 +43,7 @@ class Caller(threading.Thread):
         self._model, self._work = model, work
         self._has_begun = threading.Event()
         self.start()
-        assert self._has_begun.wait(30)
+        assert self._has_begun.wait(PATIENCE_S)
 
     def run(self) -> None:
         with contextlib.suppress(Cancelled):
@@ -54,7 +54,7 @@ class Caller(threading.Thread):
 
     def cancel(self) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(Cancelled))
-        self.join(30)
+        self.join(PATIENCE_S)
         assert not self.is_alive()
 
 
@@ -77,7 +77,7 @@ def test_a_call_has_the_callers_context_its_arguments_and_its_result(model):
 
 def test_a_fork_has_a_thread_of_its_own(model):
     if (child := os.fork()) == 0:
-        signal.alarm(10)
+        signal.alarm(60)
         os._exit(model.call(lambda: 0))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -95,7 +95,7 @@ def test_a_cancellation_ends_the_work_before_the_caller_goes_on(model):
             raise
 
     caller = Caller(model, work)
-    assert began.wait(30)
+    assert began.wait(PATIENCE_S)
     caller.cancel()
     assert len(seen) == 1
     assert model.call(lambda: "served") == "served"
@@ -132,16 +132,16 @@ def test_a_call_that_fails_or_is_cancelled_keeps_nothing_alive_and_the_next_one_
 def test_a_cancelled_call_that_waits_is_not_made_and_the_one_before_it_goes_on(model):
     began, may_end, made = threading.Event(), threading.Event(), []
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(model.call, lambda: (began.set(), may_end.wait(30), "whole")[-1])
-        assert began.wait(30)
+        first = threads.submit(model.call, lambda: (began.set(), may_end.wait(PATIENCE_S), "whole")[-1])
+        assert began.wait(PATIENCE_S)
         Caller(model, lambda: made.append(1)).cancel()
         may_end.set()
-        assert first.result(30) == "whole"
+        assert first.result(PATIENCE_S) == "whole"
     model.call(int)
     assert made == []
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("cancels", [False, True], ids=["ended", "cancelled"])
 def test_no_call_leaves_an_exception_that_python_looks_for_from_then_on(model, cancels):
     """Python 3.11 and 3.12 would look for it in each loop and call of each thread: calls took half as long again. A
@@ -332,7 +332,7 @@ def by_an_item(model: ModelThread, pool: ThreadPoolExecutor) -> Any:
     yield by_a_result(model, pool)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("outer", [by_a_result, by_a_pools_end, by_another_model, by_a_circle, by_an_item])
 def test_a_call_that_its_thread_waits_for_fails_and_names_both(model, outer, monkeypatch):
     monkeypatch.setattr(model_thread, "_POLLS_A_LOOK", 1)
@@ -342,7 +342,7 @@ def test_a_call_that_its_thread_waits_for_fails_and_names_both(model, outer, mon
         assert model.call(inner) == "served"
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_call_that_only_waits_long_is_served(model, monkeypatch):
     """Its thread waits for another future, for an event, or for the call with a limit."""
     monkeypatch.setattr(model_thread, "_POLLS_A_LOOK", 1)
@@ -359,7 +359,7 @@ def test_a_call_that_only_waits_long_is_served(model, monkeypatch):
     calls: list[Any] = []
     with ThreadPoolExecutor() as pool:
         model.call(waiting)
-        assert calls[0].result(30) == "served"
+        assert calls[0].result(PATIENCE_S) == "served"
 
 
 # The exit of a program.

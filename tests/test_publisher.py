@@ -264,7 +264,7 @@ def test_flushing_a_store_that_hangs_ends_within_the_budget_and_says_what_is_los
     assert not started.publisher.wait(0)
     before = time.monotonic()
     started.publisher.flush()
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < PATIENCE_S / 2
     assert started.report.packs == 0
     started.publisher.flush()
     (line,) = [record.message for record in caplog.records if "publish.failed" in record.message]
@@ -387,7 +387,7 @@ if code == 0:
     with target.open("wb") as file:
         file.write(content[:10_712])
         file.flush()
-        while len(content) > 40_000 and not go.exists():  # a smaller one tests the CPU's instructions
+        while not go.exists():
             time.sleep(0.05)
         file.write(content[10_712:])
 sys.exit(code)

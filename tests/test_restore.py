@@ -106,7 +106,7 @@ restore = Restore(settings, CacheDirectory.claim(Path(settings.dir)), "model", (
 """
 
 
-OVER = "[thread.join(10) for thread in threading.enumerate()[1:]]"
+OVER = "[thread.join(60) for thread in threading.enumerate()[1:]]"
 
 
 def begun(then: str, environ: dict[str, str]) -> subprocess.Popen[str]:

@@ -420,8 +420,8 @@ def test_a_fork_waits_until_no_thread_loads_a_function():
 
     thread = threading.Thread(target=load)
     thread.start()
-    assert loading.wait(10)
+    assert loading.wait(60)
     if (child := os.fork()) == 0:
-        os._exit(not aot._alone.acquire(timeout=5))
+        os._exit(not aot._alone.acquire(timeout=60))
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

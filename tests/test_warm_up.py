@@ -93,7 +93,7 @@ def test_a_stream_is_taken_to_its_end_and_what_is_asynchronous_is_awaited(boot, 
     assert predictor.calls == calls
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_warm_up_on_the_models_thread_may_await_what_calls_there_but_in_no_loop(boot):
     thread, calls = compile_cache.ModelThread(), list[str]()
 

@@ -461,14 +461,14 @@ def test_a_setup_that_fails_ends_the_copying(saved, monkeypatch):
 
     def wait(self: Any, targets: list[torch.Tensor]) -> None:
         begun.set()
-        go.wait(10)
+        go.wait(60)
         copy(self, targets)
 
     monkeypatch.setattr(early_weights._Chunk, "copy", wait)
     before = open_files()
     early = early_of(saved, chunk_bytes=1000)
     early.begin(CPU)
-    assert begun.wait(10)
+    assert begun.wait(60)
     threading.Timer(0.1, go.set).start()
     early.drop()
     assert not early._copies

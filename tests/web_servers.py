@@ -140,7 +140,7 @@ def answering(
             served.requests.append("".join(lines))
             answer = remaining.pop(0) if len(remaining) > 1 else remaining[0]
             if answer is None:
-                over.wait(30)
+                over.wait(300)
                 return
             content = answer(served.requests[-1]) if callable(answer) else answer
             served.sent_bytes -= content.index(b"\r\n\r\n") + 4 if b"\r\n\r\n" in content else 0
