@@ -162,6 +162,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("the pattern a,", {"type": "string", "pattern": "a", "minLength": 2}),
     ("1, which is not of its type string", {"type": "string", "enum": ["a", 1]}),
     ("true, which is not of its type integer", {"type": "integer", "const": True}),
+    *((f"an empty {keyword}", {"items": {keyword: []}}) for keyword in ("type", "enum", "anyOf")),
     ("minLength beside enum", {"minLength": 1, "enum": ["a"]}),
     ("minimum beside const", {"minimum": 1, "const": 1}),
     ("18446744073709551615, an integer of more than 64 bits", {"const": {"ids": [2**64 - 1]}}),

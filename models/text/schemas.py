@@ -120,6 +120,8 @@ def _check(schema: dict[str, Any]) -> int:
     said = schema.keys() - _NOTES
     if unknown := sorted(said - _KEYWORDS):
         raise ValueError(f"json_schema has {unknown[0]}, which is not followed here; leave it out")
+    if empty := sorted(keyword for keyword in said & {"type", "enum", "anyOf"} if not schema[keyword]):
+        raise ValueError(f"json_schema has an empty {empty[0]}, which no value fits; leave it out")
     if "type" in said and {"enum", "const"} & said:
         _check_values(schema)
         said -= {"type"}
