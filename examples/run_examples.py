@@ -197,12 +197,7 @@ class Boot:
     report: Mapping[str, Any]
     answers: list[list[Any]]
     metrics: list[list[Mapping[str, Any]]]
-    jobs: int = 0
-
-    @property
-    def made(self) -> int:
-        """Functions that this process or the second one made."""
-        return int(self.report["counts"]["precompiled_made"]) + self.jobs
+    made: int  # functions, by the second process
 
     @property
     def loaded(self) -> int:
