@@ -16,10 +16,10 @@ from compile_cache.storage.stores.base import ObjectStore
 
 DAY_S = 86_400.0
 ACTIONS: Mapping[str, Callable[[ObjectStore], object]] = {
-    "list": lambda store: store.list("v2/"),
-    "read": lambda store: store.read("v2/a", 0, 5),
-    "put": lambda store: store.put("v2/a", b""),
-    "delete": lambda store: store.delete("v2/a"),
+    "list": lambda store: store.list("v3/"),
+    "read": lambda store: store.read("v3/a", 0, 5),
+    "put": lambda store: store.put("v3/a", b""),
+    "delete": lambda store: store.delete("v3/a"),
 }
 GRAPH = {"fxgraph/ab/fgraph/one": b"a graph", "ab/kernel.so": b"\x7fELF" * 100}
 
@@ -57,7 +57,7 @@ def put_as_newest(store: ObjectStore, name: str, content: bytes) -> None:
 
 def put_record(store: ObjectStore, environment: Environment) -> None:
     """Store an environment's record where a boot puts it."""
-    store.put(f"v2/{environment.digest}/environment.json", environment.to_json().encode())
+    store.put(f"v3/{environment.digest}/environment.json", environment.to_json().encode())
 
 
 def set_age(root: Path, name: str, days: float, now_s: float) -> None:

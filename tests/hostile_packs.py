@@ -19,7 +19,8 @@ from machines import write_files
 from signing_keys import make_keys
 
 from compile_cache.key.cache_key import CacheKey
-from compile_cache.storage.pack.format import HEADER_BYTES, PACK_VERSION, Head, Source, runs, unpack
+from compile_cache.key.environment import FORMAT_VERSION
+from compile_cache.storage.pack.format import HEADER_BYTES, Head, Source, runs, unpack
 from compile_cache.storage.pack.manifest import Limits
 from compile_cache.storage.pack.signing import Signer
 from compile_cache.storage.rules import Rules, read_stored_head
@@ -79,7 +80,7 @@ def assemble(
     """A pack with any part of its head forged. The signature's length is told twice: in the header, and before it.
     `sign` makes the signature, whose length it must not change."""
     stored = zstandard.compress(manifest) if stored is None else stored
-    parts = {"magic": 0x184D2A50, "header_bytes": 24, "identity": b"compcach", "version": PACK_VERSION}
+    parts = {"magic": 0x184D2A50, "header_bytes": 24, "identity": b"compcach", "version": FORMAT_VERSION}
     parts |= {"stored_bytes": len(stored), "manifest_bytes": len(manifest), "signature_bytes": len(sign(b""))}
     header = struct.pack("<II8sIIII", *({**parts, **forged}[name] for name in parts))
     signature = sign(header + stored)
@@ -288,7 +289,7 @@ TABLE = [
     Hostile("a byte less", damaged(lambda pack: pack[:-1]), "bytes, but its manifest describes"),
     *(Hostile(f"{n} bytes", damaged(lambda pack, n=n: pack[:n]), f"ends after {n} bytes") for n in (0, 1, 31)),
     *(
-        Hostile(f"for another {part}", at("key", part)("another"), "it is for v2/.*another")
+        Hostile(f"for another {part}", at("key", part)("another"), "it is for v3/.*another")
         for part in ("environment", "model_name", "model_version")
     ),
     # The header.

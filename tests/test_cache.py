@@ -47,7 +47,7 @@ def machine(tmp_path, key, environment) -> Callable[..., Machine]:
 
 
 def stored(store: ObjectStore) -> dict[str, bytes]:
-    return {entry.name: store.read(entry.name, 0, entry.size_bytes) for entry in store.list("v2/")}
+    return {entry.name: store.read(entry.name, 0, entry.size_bytes) for entry in store.list("v3/")}
 
 
 def filled(machine: Machine, files: dict[str, bytes] = COLD) -> Machine:
@@ -293,7 +293,7 @@ def test_a_pack_that_vanishes_during_a_fetch_is_found_where_it_was_merged_into(l
 
     booted = machine(Watched(local.location, read=read, after_list=lists.append))
     booted.restore()
-    assert len(local.list("v2/")) == 2  # the merged pack and the environment's record
+    assert len(local.list("v3/")) == 2  # the merged pack and the environment's record
     assert booted.restored() == publisher.files()
 
 

@@ -18,7 +18,7 @@ from compile_cache.storage.stores.base import StoredObject
 
 PACK = "a" * 64 + ".pack"
 OTHER_PACK = "b" * 64 + ".pack"
-FOLDER = "v2/0a/org--model/1/"
+FOLDER = "v3/0a/org--model/1/"
 
 
 def listing(*names: str) -> Catalog:
@@ -54,23 +54,23 @@ def test_a_version_is_as_new_as_its_newest_pack_and_was_used_when_it_was_marked(
 @pytest.mark.parametrize(
     "name",
     [
-        "v2/readme.txt",
-        "v2/0a/notes.json",
-        "v2/0a/environment-json",
-        "v2/0a/org--model/1/notes.txt",
-        "v2/0a/org--model/1/a.pack",
-        "v2/0a/org--model/1/" + PACK + ".part",
-        "v2/0a/org--model/1/deeper/" + PACK,
+        "v3/readme.txt",
+        "v3/0a/notes.json",
+        "v3/0a/environment-json",
+        "v3/0a/org--model/1/notes.txt",
+        "v3/0a/org--model/1/a.pack",
+        "v3/0a/org--model/1/" + PACK + ".part",
+        "v3/0a/org--model/1/deeper/" + PACK,
         "v1/0a/org--model/1/" + PACK,
         "index.json",
-        "v2/0a/../1/" + PACK,
-        "v2/0a/.hidden/1/" + PACK,
-        "v2/0a/org model/1/" + PACK,
-        "v2/0a/\x1b[31mred/1/" + PACK,
-        "v2/0a/two\nlines/1/" + PACK,
-        "v2/\x1b]0;title\x07/environment.json",
-        "v2/0a/org--model/1/\x1b[2J.pack",
-        f"v2/0a/{'m' * 129}/1/{PACK}",
+        "v3/0a/../1/" + PACK,
+        "v3/0a/.hidden/1/" + PACK,
+        "v3/0a/org model/1/" + PACK,
+        "v3/0a/\x1b[31mred/1/" + PACK,
+        "v3/0a/two\nlines/1/" + PACK,
+        "v3/\x1b]0;title\x07/environment.json",
+        "v3/0a/org--model/1/\x1b[2J.pack",
+        f"v3/0a/{'m' * 129}/1/{PACK}",
     ],
 )
 def test_what_no_boot_would_have_named_is_left_out(name):
@@ -88,7 +88,7 @@ def with_value(environment: Environment, **values: object) -> bytes:
 
 def test_an_environment_without_a_record_or_with_that_of_another_digest_has_none(local, environment):
     assert read_record(local, read_catalog(local), "0a") is None
-    local.put("v2/0a/environment.json", environment.to_json().encode())
+    local.put("v3/0a/environment.json", environment.to_json().encode())
     assert read_record(local, read_catalog(local), "0a") is None
 
 
@@ -115,7 +115,7 @@ def test_a_record_that_is_none_or_cannot_be_shown_to_people_or_is_too_large_is_n
     """An attacker has given it the right name."""
     content = content if isinstance(content, bytes) else with_value(environment, **content)
     digest = hashlib.sha256(content).hexdigest()[:32]
-    local.put(f"v2/{digest}/environment.json", content)
+    local.put(f"v3/{digest}/environment.json", content)
     assert read_record(local, read_catalog(local), digest) is None
 
 
@@ -123,7 +123,7 @@ def test_a_record_that_the_store_does_not_give_is_none(tmp_path, local, environm
     def fail(*_: object) -> None:
         raise StoreAccessDenied("403")
 
-    local.put(f"v2/{environment.digest}/environment.json", environment.to_json().encode())
+    local.put(f"v3/{environment.digest}/environment.json", environment.to_json().encode())
     assert read_record(local, read_catalog(local), environment.digest) == environment
     assert read_record(Watched(local.location, read=fail), read_catalog(local), environment.digest) is None
 
@@ -161,6 +161,6 @@ def test_a_miss_is_explained_by_the_nearest_that_is_stored(local, key, environme
 def test_a_forged_record_explains_nothing_and_is_not_shown(local, key, environment):
     elsewhere = replace(environment, gpu="")
     put_pack(local, replace(key, environment=elsewhere.digest))
-    local.put(f"v2/{elsewhere.digest}/environment.json", with_value(environment, gpu="\x1b[31m"))
+    local.put(f"v3/{elsewhere.digest}/environment.json", with_value(environment, gpu="\x1b[31m"))
     line = explain_miss(local, key, environment)
     assert line == "org--model is stored for another environment, whose record cannot be read"

@@ -61,7 +61,7 @@ def digest_of(name: str) -> str:
 
 
 def packs(local: LocalStore) -> set[str]:
-    return {entry.name for entry in local.list("v2/") if entry.name.endswith(".pack")}
+    return {entry.name for entry in local.list("v3/") if entry.name.endswith(".pack")}
 
 
 # ls
@@ -72,7 +72,7 @@ def test_ls_lists_what_was_used_last_first_with_totals_and_the_environments_summ
     new = put_pack(local, replace(key, model_version="new"))
     put_record(local, environment)
     mark = replace(key, model_version="old").prefix + "used-2026-11-20"
-    for other in (mark, "v2/notes.txt"):
+    for other in (mark, "v3/notes.txt"):
         local.put(other, b"")
     for name, days in ((mark, 0), (new, 3), (old, 40)):
         set_age(root, name, days, 1_800_000_000)
@@ -123,7 +123,7 @@ def test_nothing_in_a_store_reaches_the_terminal_as_a_command(run, local, key, e
     plain = replace(environment, gpu="[link=https://example.com]GPU[/link]")
     name = put_pack(local, replace(key, environment=plain.digest), {"[red]a": b""}, creator="[blink]creator")
     put_record(local, plain)
-    local.put(f"v2/{ESCAPE}[2J/m/v/{'a' * 64}.pack", b"")
+    local.put(f"v3/{ESCAPE}[2J/m/v/{'a' * 64}.pack", b"")
     commands = ["ls"], ["show", digest_of(name), "--files"], ["verify"], ["rm", "org--model", "--yes"]
     said = {command[0]: run(*command) for command in commands}
     assert not [found for found in said.values() if ESCAPE in found.out + found.err]
@@ -194,7 +194,7 @@ def test_a_slash_ends_a_models_name(run, local, key):
     assert packs(local) == {longer}
 
 
-@pytest.mark.parametrize("text", ["", "/", "v2/", " ", "org--model/v3", "org--model/version-1/x"])
+@pytest.mark.parametrize("text", ["", "/", "v3/", " ", "org--model/v3", "org--model/version-1/x"])
 def test_what_names_nothing_is_refused(run, local, key, text):
     name = put_pack(local, key)
     for command in (["rm", text, "--yes"], ["show", text, "--json"], ["rm", "org--model", text, "--yes"]):
@@ -261,7 +261,7 @@ def test_what_is_copied_can_be_served_and_copied_on_and_is_the_same(run, local, 
     assert {entry["name"] for entry in index["objects"]} == {entry.name for entry in local.list("")}
     assert run("copy", "--from", baked, "--to", further).code == 0
     stores = (local, LocalStore(further))
-    ours, copies = ({e.name: store.read(e.name, 0, e.size_bytes) for e in store.list("v2/")} for store in stores)
+    ours, copies = ({e.name: store.read(e.name, 0, e.size_bytes) for e in store.list("v3/")} for store in stores)
     assert ours == copies
     assert run("copy", "--to", baked).out == f"copied 0 packs, 0 bytes, to {baked}; 1 pack there already\n"
 
@@ -355,7 +355,7 @@ def test_rm_deletes_versions_and_packs_that_are_named_and_no_others(run, local, 
     found = run("rm", "org--model/version-1", digest_of(other)[:12], "--yes")
     assert found.code == 0
     assert sorted(found.lines[-4:-1]) == sorted(f"removed {name}" for name in (first, second, other))
-    assert {entry.name for entry in local.list("v2/")} == {kept}
+    assert {entry.name for entry in local.list("v3/")} == {kept}
     assert f"removed {kept}" in run("rm", digest_of(kept), "--yes").lines
 
 
@@ -387,7 +387,7 @@ def test_explain_says_hit_with_files_and_bytes_where_a_boot_would_hit(run, local
 
 def test_explain_says_from_which_version_a_boot_would_be_seeded(run, local, variables, root):
     put_pack(local, replace(explained_key(run), model_version="earlier"))
-    assert run("explain", MODEL).lines[-1].startswith("restore: seeded from version earlier (nothing in v2/")
+    assert run("explain", MODEL).lines[-1].startswith("restore: seeded from version earlier (nothing in v3/")
     variables.setenv("COMPILE_CACHE_STORE", "off")
     variables.setenv("COMPILE_CACHE_LAYERS", str(root))  # a layer seeds nothing
     assert run("explain", MODEL).lines[-1].startswith("restore: miss (version ")

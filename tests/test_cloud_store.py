@@ -90,7 +90,7 @@ def test_an_upload_may_take_longer_than_an_answer():
 def test_a_message_is_one_line_with_what_was_asked_and_where():
     with answering(answer("503 Slow Down", b"<html>\nbusy\n</html>")) as served:
         message = str(raised_by("read", open_at(served.url)))
-    assert message.startswith("cannot get v2/a from s3://bucket/: ")
+    assert message.startswith("cannot get v3/a from s3://bucket/: ")
     assert "\n" not in message
     assert "<" not in message
 

@@ -60,8 +60,8 @@ def test_packs_and_records_arrive_as_they_are_from_and_in_a_store_of_each_kind(s
     for here, there in ((source, store), (store, target)):
         copied = copy(here, there)
         assert (copied.packs.keys(), copied.present, copied.refused) == ({*names}, {}, {})
-    arrived = [entry.name for entry in target.list("v2/")]
-    assert {*arrived} == {*names, f"v2/{environment.digest}/environment.json"}
+    arrived = [entry.name for entry in target.list("v3/")]
+    assert {*arrived} == {*names, f"v3/{environment.digest}/environment.json"}
     assert all(len({place.read(name, 0, 8 * MIB) for place in (target, store, source)}) == 1 for name in arrived)
 
 

@@ -25,15 +25,15 @@ from compile_cache.storage.stores.s3 import S3Store
 from compile_cache.storage.stores.transfer import limit_s, within_limit
 
 MIB = 1 << 20
-ACTIONS = {**filled_stores.ACTIONS, "put": lambda store: store.put("v2/a", bytes(100))}
+ACTIONS = {**filled_stores.ACTIONS, "put": lambda store: store.put("v3/a", bytes(100))}
 CALLS = [*((kind, one) for kind in ("s3", "cloud") for one in ACTIONS), *(("web", one) for one in ("list", "read"))]
 
 
 @pytest.fixture
 def proxy(s3_bucket, s3_client) -> Iterator[ToxicProxy]:
     """Before a bucket that serves as a mirror, too."""
-    index = {"objects": [{"name": "v2/a", "size_bytes": 1000, "modified_s": 1}]}
-    s3_client.put_object(Bucket=s3_bucket.name, Key="v2/a", Body=bytes(1000), ACL="public-read")
+    index = {"objects": [{"name": "v3/a", "size_bytes": 1000, "modified_s": 1}]}
+    s3_client.put_object(Bucket=s3_bucket.name, Key="v3/a", Body=bytes(1000), ACL="public-read")
     s3_client.put_object(Bucket=s3_bucket.name, Key="index.json", Body=json.dumps(index).encode(), ACL="public-read")
     with toxic_proxy.toxic_proxy(s3_bucket.endpoint_url) as proxy:
         yield proxy

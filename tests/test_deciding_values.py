@@ -274,7 +274,7 @@ def test_no_mark_names_an_instance_of_which_a_call_was_not_compared(
 
 def test_what_calls_wait_for_is_loaded_first(directory: CacheDirectory) -> None:
     scene: Any = Scene(directory)
-    scene.store.arrive, scene.supply._wait_for_gap = scene.did.append, id
+    scene.store.load, scene.supply._wait_for_gap = scene.did.append, id
     scene.supply._load_late({"a": False, "b": True, "c": False, "d": True})
     assert scene.did == ["b", "d", "a", "c"]
 

@@ -54,8 +54,8 @@ def detect(**environ: str) -> Environment:
 
 def test_the_digest_of_a_record_is_the_same_in_every_release_of_this_format(environment):
     """If this fails, every stored pack is out of reach: raise FORMAT_VERSION, or keep the record as it was."""
-    assert FORMAT_VERSION == 2
-    assert environment.digest == "1c8544cbc8cb74f7591479db61f758a5"
+    assert FORMAT_VERSION == 3
+    assert environment.digest == "500587b74de839bf23a7abfcab72cdd9"
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Environment)])
@@ -195,5 +195,5 @@ def test_two_names_share_a_segment_only_if_one_is_the_segment(texts):
 
 def test_a_key_says_where_its_packs_are_and_the_environments_record_is_above(environment):
     key = key_for(Settings(model_version="7"), environment, "org/model", ())
-    assert key.prefix == f"v2/{environment.digest}/org--model/7/"
-    assert key.environment_prefix == f"v2/{environment.digest}/"
+    assert key.prefix == f"v3/{environment.digest}/org--model/7/"
+    assert key.environment_prefix == f"v3/{environment.digest}/"

@@ -231,10 +231,10 @@ BAD_INDEXES = [
 
 
 @pytest.mark.parametrize(
-    "name", ["", "/etc/passwd", "../../etc/passwd", "v2/a/../m/v", "v2/a/m/./", "v2//m/v", "v2/a\nb"]
+    "name", ["", "/etc/passwd", "../../etc/passwd", "v3/a/../m/v", "v3/a/m/./", "v3//m/v", "v3/a\nb"]
 )
 def test_an_object_of_an_index_with_a_name_that_no_pack_has_is_no_pack(folder, served, name):
-    pack = OBJECT | {"name": f"v2/a/m/v/{'a' * 64}.pack"}
+    pack = OBJECT | {"name": f"v3/a/m/v/{'a' * 64}.pack"}
     others = [OBJECT | {"name": name}, OBJECT | {"name": f"{name}/{'b' * 64}.pack"}]
     (folder / "index.json").write_text(json.dumps({"objects": [pack, *others, pack]}))
     (version,) = read_catalog(LayeredStore([open_url(served.url)]), "").versions

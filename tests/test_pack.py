@@ -12,7 +12,20 @@ from unittest import mock
 import msgspec
 import pytest
 import zstandard
-from hostile_packs import KEY, MIB, OURS, OneObject, assemble, digest, encode, name_of, record_of, restore, write_tree
+from hostile_packs import (
+    KEY,
+    MIB,
+    OURS,
+    OneObject,
+    assemble,
+    digest,
+    encode,
+    name_of,
+    record_of,
+    restore,
+    small_draft,
+    write_tree,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import read_files
@@ -30,6 +43,8 @@ from compile_cache.storage.pack.format import (
 )
 from compile_cache.storage.pack.manifest import Frame, Limits, Manifest, PackFile
 from compile_cache.storage.pack.signing import Signer
+from compile_cache.storage.rules import Rules, verify_pack
+from compile_cache.storage.stores.base import StoredObject
 from compile_cache.storage.stores.transfer import open_part
 
 LIMITS = Limits(size_bytes=64 * MIB, manifest_bytes=4 * MIB)
@@ -203,6 +218,19 @@ def test_small_files_share_a_frame_a_large_one_has_its_own_and_each_is_unpacked_
         (run,) = runs(head, {frame.files[0].path})
         unpack(open_part(OneObject(content), pack.name, run.start, run.end), run.files, tmp_path / f"{number}")
         assert read_files(tmp_path / f"{number}") == {file.path: LARGE[file.path] for file in frame.files}
+
+
+@pytest.mark.parametrize("moved_bytes", [5, -5])
+def test_a_border_between_frames_that_lies_elsewhere_is_found_though_all_frames_together_are_right(moved_bytes):
+    """A boot may want one of them alone."""
+    draft = small_draft()
+    for frame, more in zip(draft.record["frames"], (moved_bytes, -moved_bytes), strict=True):
+        frame["stored_bytes"] += more
+    name, content = draft.put_together()
+    restore(name, content, None)
+    entry = StoredObject(KEY.prefix + name, len(content), 0.0)
+    with pytest.raises(PackError, match=r"its frame is damaged|differs from the manifest"):
+        verify_pack(OneObject(content), entry, Rules())
 
 
 UNPACK_WITH_LITTLE_MEMORY = """

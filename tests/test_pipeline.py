@@ -357,6 +357,16 @@ def test_that_a_pipeline_needs_an_image_is_found_in_the_warm_up(parts):
     assert widths_of(model, image=noise(64, 64)) == [64]
 
 
+def test_a_gpu_without_memory_fails_the_warm_up_and_does_not_mean_that_an_image_is_needed(parts):
+    def runs_out(self: Any, prompt: str, image: Any = None, **others: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = DiffusionModel(made_of(parts, runs_out), SIZES)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            model.try_out(next(iter(model.warm_up_inputs())))
+
+
 def test_a_pipeline_that_fails_with_an_image_too_fails_the_warm_up(parts):
     model = DiffusionModel(made_of(parts, fails), SIZES)
     with pytest.raises(TypeError, match="incorrect format"):

@@ -26,7 +26,7 @@ def pack(version: str, number: int, days: float, model: str = "m", environment: 
 
 
 def other(version: str, name: str, days: float, model: str = "m", environment: str = "e") -> StoredObject:
-    return StoredObject(f"v2/{environment}/{model}/{version}/{name}", 100, NOW_S - days * DAY_S)
+    return StoredObject(f"v3/{environment}/{model}/{version}/{name}", 100, NOW_S - days * DAY_S)
 
 
 def plan(policy: dict[str, Any], *entries: StoredObject) -> dict[Version, str]:
@@ -126,8 +126,8 @@ def test_a_version_touched_since_the_plan_is_kept(since):
     ("stays", "record_stays"), [([], False), ([pack("new", 2, 0)], True), ([other("old", "my.txt", 9)], False)]
 )
 def test_a_record_goes_with_the_last_version_of_its_environment_and_objects_of_others_stay(stays, record_stays):
-    record = StoredObject("v2/e/environment.json", 10, NOW_S - 50 * DAY_S)
-    entries = [record, StoredObject("v2/empty/environment.json", 10, NOW_S), pack("old", 1, 40), *stays]
+    record = StoredObject("v3/e/environment.json", 10, NOW_S - 50 * DAY_S)
+    entries = [record, StoredObject("v3/empty/environment.json", 10, NOW_S), pack("old", 1, 40), *stays]
     store = Memory(entries)
     apply_prune(store, plan(MONTH, *entries))
     assert list(store.entries.values()) == ([record, *stays] if record_stays else stays)
@@ -137,7 +137,7 @@ def test_a_record_goes_with_the_last_version_of_its_environment_and_objects_of_o
 
 days = st.floats(0, 100)
 names = st.sampled_from(["a", "b", "c"])
-folders = st.builds("v2/{}/{}/{}/".format, st.sampled_from(["e", "f"]), st.sampled_from(["m", "n"]), names)
+folders = st.builds("v3/{}/{}/{}/".format, st.sampled_from(["e", "f"]), st.sampled_from(["m", "n"]), names)
 objects = st.builds(
     lambda folder, name, size, age: StoredObject(folder + name, size, NOW_S - age * DAY_S),
     folders,
@@ -148,7 +148,7 @@ objects = st.builds(
     days,
 )
 records = st.builds(
-    lambda environment, age: StoredObject(f"v2/{environment}/environment.json", 7, NOW_S - age * DAY_S),
+    lambda environment, age: StoredObject(f"v3/{environment}/environment.json", 7, NOW_S - age * DAY_S),
     st.sampled_from(["e", "f"]),
     days,
 )
@@ -178,7 +178,7 @@ def test_a_plan_touches_nothing_in_use_removes_what_it_says_and_leaves_nothing_t
     gone = apply_prune(store, found)
     assert {entry.name for entry in entries} - store.entries.keys() == set(store.deleted)
     assert {entry.name for entry in gone} >= {pack.name for version in found for pack in version.packs}
-    left = catalog_of(store.list("v2/"))
+    left = catalog_of(store.list("v3/"))
     removed_keys = {version.key for version in found}
     assert {key: version.packs for key, version in with_packs(left).items()} == {
         key: version.packs for key, version in with_packs(catalog).items() if key not in removed_keys

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import zstandard
@@ -200,6 +201,19 @@ def test_what_is_made_later_is_packed_soon_and_published_if_quiet_or_at_exit(loc
     else:
         started.publisher.flush()
     assert restored(tmp_path, started) == {**FILES, "later.so": b"later"}
+
+
+def test_at_the_exit_what_is_left_is_put_and_nothing_is_marked(local, tmp_path, start, monkeypatch):
+    """The exit's time is for what would be lost."""
+    monkeypatch.setattr("compile_cache.lifecycle.publisher._QUIET_S", PATIENCE_S)
+    started = start(local)
+    started.make({"later.so": b"later"})
+    wait_for(lambda: list((tmp_path / "cache" / "0.outbox").glob("*.pack")))
+    mark = mock.Mock()
+    monkeypatch.setattr(type(started.machine.publication), "mark_used", mark)
+    started.publisher.flush()
+    assert started.report.packs == 2
+    assert not mark.called
 
 
 # Faults.

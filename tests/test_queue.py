@@ -298,6 +298,7 @@ def test_close_cancels_what_waits_and_ends_the_process(queue, started, tmp_path,
     time.sleep(0.5)  # a thread that went on would start another process
     assert len(started.processes) == 1
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert "region.failed" not in caplog.text
 
 
 def test_close_ends_a_process_whose_start_is_under_way(make_queue, started, tmp_path):

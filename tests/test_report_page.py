@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,8 +221,11 @@ def test_what_is_no_report_is_an_error_that_names_file_reason_and_remedy(run, tm
 
 
 def test_a_file_that_cannot_be_read_and_a_folder_are_errors(run, tmp_path):
-    for path, why in ((tmp_path / "nowhere", "No such file or directory"), (tmp_path, "Is a directory")):
-        assert run(path).err == f"error: cannot read {path}: {why}\n"
+    nowhere, pipe = tmp_path / "nowhere", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert run(nowhere).err == f"error: cannot read {nowhere}: No such file or directory\n"
+    for path in (tmp_path, pipe):
+        assert "it is not a regular file" in run(path).err
 
 
 @pytest.mark.parametrize("name", ["other.json", ".", "folder.html"])
@@ -233,6 +237,6 @@ def test_the_page_replaces_no_report_and_no_folder(run, tmp_path, name):
     written = reports[0].read_text()
     found = run(reports[0], "--output", tmp_path / name)
     assert (found.code, found.out) == (1, "")
-    assert ("ends with .html" in found.err) == (name != "folder.html")
+    assert "ends with .html" in found.err
     assert [path.read_text() for path in reports] == [written] * 2
     assert (tmp_path / "folder.html").is_dir()

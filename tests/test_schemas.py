@@ -163,6 +163,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("1, which is not of its type string", {"type": "string", "enum": ["a", 1]}),
     ("true, which is not of its type integer", {"type": "integer", "const": True}),
     *((f"an empty {keyword}", {"items": {keyword: []}}) for keyword in ("type", "enum", "anyOf")),
+    ("a negative maxLength", {"type": "string", "maxLength": -1}),
     ("minLength beside enum", {"minLength": 1, "enum": ["a"]}),
     ("minimum beside const", {"minimum": 1, "const": 1}),
     ("18446744073709551615, an integer of more than 64 bits", {"const": {"ids": [2**64 - 1]}}),
@@ -242,6 +243,7 @@ def test_texts_follow_patterns(model, pattern):
             "^[^é]{5}$",
             "é.",
             "[^“”]*",
+            r"^é[\^a]$",
         ),
     ],
 )

@@ -186,6 +186,16 @@ def test_damaged_artifact_is_made_anew(restart):
         assert (report.step, report.loaded, report.made) == ("precompiled", *counts)
 
 
+def test_a_rejected_function_is_loaded_again_only_once_it_was_made_anew(restart):
+    """The thread that loads late functions may come after the comparison that rejected one."""
+    known, path = Artifacts(Settings(), restart.path), str(artifact_of(restart, Block).relative_to(restart.path))
+    assert isinstance(known.load(path), Precompiled)
+    known.reject(path, "its answer differs from eager")
+    assert known.load(path) == "its answer differs from eager"
+    assert isinstance(known.arrive(path), Precompiled)
+    assert isinstance(known.load(path), Precompiled)
+
+
 def test_a_function_that_another_checkout_pickled_is_not_found(restart):
     path = artifact_of(restart, Block)
     key, record, payload = read_artifact(path)

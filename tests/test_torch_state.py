@@ -27,6 +27,7 @@ from compile_cache.inductor.torch_state import (
     ServerState,
     describe_switches,
     modes_of,
+    options_digest,
     prepare_with,
     settle_attention_priority,
     switches,
@@ -153,6 +154,15 @@ def test_switch_precision_or_option_of_the_server_is_made_however_it_was_set_and
     assert before["precisions"] != server["precisions"] if way in PRECISIONS else before != server
     assert way not in CHANGES or before["switches"][way] != server["switches"][way]
     assert_set_back(answer)
+
+
+def test_options_that_decide_nothing_of_the_code_are_no_part_of_an_artifacts_name():
+    before = options_digest()
+    for name in ("trace.enabled", "fx_graph_cache", "autotune_local_cache"):
+        with config.patch({name: not config._config[name].default}):
+            assert options_digest() == before
+    with config.patch({"epilogue_fusion": False}):
+        assert options_digest() != before
 
 
 REFUSED = {"function modes": lambda: torch.device("cpu"), "dispatch modes": FakeTensorMode}

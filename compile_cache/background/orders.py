@@ -225,11 +225,11 @@ class OrderQueue:
             if process is not None:
                 self._process = None
             self.hurries = False
-            with self._orders.mutex:
-                self._until_s = math.inf
-                self._orders.not_empty.notify_all()
-        if process is not None:  # requests put orders meanwhile
+        if process is not None:  # requests put orders meanwhile; the next process empties its folder
             process.stop()
+        with self._orders.mutex:
+            self._until_s = math.inf
+            self._orders.not_empty.notify_all()
 
     def finish(self, until_s: float) -> None:
         """Wait until all orders are answered that begin before `until_s` of `time.monotonic`."""
@@ -316,7 +316,9 @@ class OrderQueue:
             return answer
         except (OrderFailed, ProcessDied) as error:
             if self._is_closed:  # `close` stopped the process, and orders are cancelled
-                raise
+                from compile_cache.inductor.make import Answer
+
+                return Answer()
             # The order's own error goes to its caller, who knows its meaning.
             level = logging.INFO if isinstance(error, OrderFailed) else logging.WARNING
             log.log(level, "background.failed call=%s attempt=%d error=%s", order.name, number, error)

@@ -40,8 +40,8 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
         CompileCacheError: a report cannot be read, or `output` has another name.
         OSError: the file cannot be written.
     """
-    if output.suffix != ".html":
-        raise CompileCacheError(f"{output} cannot be the page: give --output a name that ends with .html")
+    if output.suffix != ".html" or output.is_dir():
+        raise CompileCacheError(f"{output} cannot be the page: give --output a file's name that ends with .html")
     read = {path.resolve(): read_report(path) for path in paths}
     reports = dict(sorted(read.items(), key=lambda item: (-item[1].started_s, item[0])))
     with replacing(output) as file:
@@ -56,6 +56,8 @@ def read_report(path: Path) -> BootReport:
         CompileCacheError: the file cannot be read, or is no report of this version of compile_cache.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise ValueError("it is not a regular file")
         # Not strict: a report has an infinite number as text.
         report = msgspec.json.decode(path.read_bytes(), type=BootReport, strict=False)
         if not report.ready_s:

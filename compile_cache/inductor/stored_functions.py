@@ -96,7 +96,7 @@ class Artifacts:
         """
         if isinstance(self._known.get(path), str):  # it was made anew
             self._known.pop(path, None)
-        found = self._found(path)
+        found = self.load(path)
         if isinstance(found, str):
             raise ArtifactError(found)
         if difference := found.outdated():
@@ -154,7 +154,7 @@ class Artifacts:
             return str(error)
         for group in groups:
             for path in self._paths(group, SUFFIX)[:RECOMPILE_LIMIT]:
-                found = self._found(path)
+                found = self.load(path)
                 if isinstance(found, str):
                     reasons.append(found)
                 elif misfit := found.misfit(call):
@@ -186,8 +186,8 @@ class Artifacts:
         keys = [self._key(spec, call, dynamic) for dynamic in dict.fromkeys((self._settings.dynamic, None))]
         return {_group(key): key for key in keys}
 
-    def _found(self, path: str) -> Precompiled | str:
-        """A stored function; else why it is not used."""
+    def load(self, path: str) -> Precompiled | str:
+        """A stored function, which `find` finds from now on; else why it is not used."""
         if (known := self._known.get(path)) is not None:
             return known
         try:

@@ -50,6 +50,8 @@ _CONFIGS = (
 # they load or make an artifact: in torch 2.11 options belong to all threads, so another thread would take them for the
 # program's.
 _NOT_OF_CODE = ("compile_threads", "worker_start_method", "enable_aot_compile", "enable_autograd_for_aot")
+# Options of Inductor's caches and of what it writes for people, which decide nothing of the code either.
+_OF_CACHES = ("trace.", "fx_graph_cache", "fx_graph_remote_cache", "autotune_local_cache", "autotune_remote_cache")
 # The backends and operations for which torch keeps float32 precisions. A "none" takes the value of "all".
 _PRECISIONS = (
     ("generic", "all"),
@@ -206,13 +208,17 @@ def changed_options() -> Iterator[tuple[str, str, Any]]:
 
 
 def options_digest() -> str:
-    """The digest of the options of Inductor's that were changed.
+    """The digest of the options of Inductor's that were changed, and that the code may depend on.
 
     Raises:
         NotDescribedError: an option cannot be described.
     """
     try:
-        options = [[name, _option(value)] for module, name, value in changed_options() if module == _CONFIGS[0]]
+        options = [
+            [name, _option(value)]
+            for module, name, value in changed_options()
+            if module == _CONFIGS[0] and not name.startswith(_OF_CACHES)
+        ]
     except Exception as error:  # a custom pass whose `uuid` raises
         raise NotDescribedError(f"Inductor's options: {Failure(error).reason}") from error
     return digest(sorted(options))

@@ -32,12 +32,12 @@ class CacheKey:
 
     @property
     def environment_prefix(self) -> str:
-        """The prefix of this environment's objects: `v2/<environment>/`."""
+        """The prefix of this environment's objects: `v3/<environment>/`."""
         return f"v{FORMAT_VERSION}/{self.environment}/"
 
     @property
     def prefix(self) -> str:
-        """The prefix of this key's packs: `v2/<environment>/<model name>/<model version>/`."""
+        """The prefix of this key's packs: `v3/<environment>/<model name>/<model version>/`."""
         return f"{self.environment_prefix}{self.model_name}/{self.model_version}/"
 
 

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 2
+# Of the key, the packs and what is in them: packs of another version are nowhere that a boot looks.
+FORMAT_VERSION = 3
 
 # Variables with these prefixes change generated code, except those that only decide where or how fast it is compiled.
 _CODE_VARIABLES = ("TORCHINDUCTOR_", "TRITON_", "INDUCTOR_", "TORCH_COMPILE_")

@@ -460,7 +460,7 @@ class Boot:
         return self._regions is None or self._regions.supply.wait(timeout_s)
 
     def counts(self) -> CompileCounts:
-        """torch's lookups and compiles since this boot began, and the regions' functions, without `kernels_compiled`."""
+        """torch's lookups and compiles since this boot began, and its regions' functions; no `kernels_compiled`."""
         counts = read_counts().since(self._counted_before)
         counts.precompiled_loaded = sum(region.loaded for region in self.report.regions)
         counts.precompiled_made = sum(region.made for region in self.report.regions)

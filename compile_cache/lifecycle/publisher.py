@@ -124,7 +124,8 @@ class Publisher:
                 self._idle.set()
             if not self._staged:
                 self._idle.set()
-            self._tend()
+            if not closing:
+                self._tend()
             if closing:
                 self._boot_report.save()  # what served since the last attempt
                 return

@@ -176,7 +176,7 @@ class Supply:
             self._wait_for_gap(lambda: bool(late))
             if late and (artifacts := self.functions) is not None:  # else the process ends
                 with noted("preload", "load after READY"):
-                    attempt(artifacts.arrive, path)  # an error comes again, and is reported, where it is needed
+                    attempt(artifacts.load, path)  # an error comes again, and is reported, where it is needed
         self.look_again()
 
     def look_again(self, kinds: Kinds | None = None) -> None:

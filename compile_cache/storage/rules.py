@@ -111,14 +111,17 @@ class VerifiedPack:
 
 
 def verify_pack(store: ReadableStore, entry: StoredObject, rules: Rules) -> Head:
-    """Read a whole pack from `store`, verify everything in it, and keep nothing.
+    """Read a whole pack from `store`, verify everything in it, and keep nothing. Each frame is read alone, because a
+    boot may want any of them.
 
     Raises:
         PackError: the pack is damaged or forbidden. The message says why.
         StoreError: the pack cannot be read.
     """
     head = read_stored_head(store, entry, rules)
-    in_daemon_threads(lambda run: unpack(open_part(store, entry.name, run.start, run.end), run.files, None), runs(head))
+    in_daemon_threads(
+        lambda run: unpack(open_part(store, entry.name, run.start, run.end), run.files, None), runs(head, most_bytes=0)
+    )
     return head
 
 

@@ -210,7 +210,8 @@ class DiffusionModel:
                 raise ValueError(
                     f"IMAGES is 2, but {self._name} failed with two images; set IMAGES=1 ({error})"
                 ) from error
-            if inputs.image is not None or not self.is_editing:
+            is_of_machine = not isinstance(error, AttributeError | TypeError | ValueError)  # such as no memory
+            if inputs.image is not None or not self.is_editing or is_of_machine:
                 raise
             # Several pipelines of diffusers have an `image` that is optional in their signature alone.
             self._needs_image = True

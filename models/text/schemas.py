@@ -24,6 +24,7 @@ _OF_TYPE = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "number"),
     **dict.fromkeys(("minItems", "maxItems"), "array"),
 }
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems"}
 # These must stand alone: xgrammar ignores keywords beside them.
 _ALONE = {"enum", "const", "anyOf", "$ref"}
 _KEYWORDS = {*_NOTES, *_OF_TYPE, *_ALONE, "type", "properties", "required", "additionalProperties", "items"}
@@ -122,6 +123,8 @@ def _check(schema: dict[str, Any]) -> int:
         raise ValueError(f"json_schema has {unknown[0]}, which is not followed here; leave it out")
     if empty := sorted(keyword for keyword in said & {"type", "enum", "anyOf"} if not schema[keyword]):
         raise ValueError(f"json_schema has an empty {empty[0]}, which no value fits; leave it out")
+    if negative := sorted(keyword for keyword in said & _COUNTS if schema[keyword] < 0):
+        raise ValueError(f"json_schema has a negative {negative[0]}; give a number from 0 on")
     if "type" in said and {"enum", "const"} & said:
         _check_values(schema)
         said -= {"type"}
@@ -161,6 +164,8 @@ def _cost(pattern: str) -> int | None:
     """The length of a pattern with its repetitions written out; None if it cannot be followed."""
     # Beside other characters than ASCII's, these stand for quotation marks, too.
     wrong = () if pattern.isascii() else (".", "[^")
+    if wrong and r"[\^" in pattern:  # it means [^ there
+        return None
     text = _ESCAPED.sub(_ONE, pattern).replace("(?:", "(")
     text = _PART.sub(lambda part: _ONE if part["one"] and not part[0].startswith(wrong) else part[0], text)
     for _ in range(_MOST_LEVELS):

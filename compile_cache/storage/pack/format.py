@@ -35,6 +35,7 @@ import zstandard
 from compile_cache.errors import PackError, PackForbidden
 from compile_cache.files import replacing
 from compile_cache.key.cache_key import CacheKey
+from compile_cache.key.environment import FORMAT_VERSION
 from compile_cache.storage.pack.manifest import Frame, Limits, Manifest, PackFile, parse_manifest
 from compile_cache.storage.pack.signing import SIGNATURE_BYTES, Signer, verify
 
@@ -42,7 +43,6 @@ _SUFFIX = ".pack"
 PACK_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
 
 _LEVEL = 3
-PACK_VERSION = 3
 # The files of a frame, unless it has a single one or those of one logical key.
 FRAME_BYTES = 1 << 20
 # One request for frames. Eight threads hold 32 MB in memory.
@@ -174,7 +174,7 @@ def _write_files(frame: BinaryIO, sources: Sequence[Source]) -> Iterator[PackFil
 def encode_head(manifest: bytes, signer: Signer | None = None) -> tuple[str, bytes]:
     """The name and the first bytes of a pack with this manifest."""
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(manifest)
-    header = _HEADER.pack(_IDENTITY, PACK_VERSION, len(stored), len(manifest), SIGNATURE_BYTES if signer else 0)
+    header = _HEADER.pack(_IDENTITY, FORMAT_VERSION, len(stored), len(manifest), SIGNATURE_BYTES if signer else 0)
     named = _SKIPPABLE.pack(_HEADER_MAGIC, len(header)) + header + stored
     signature = signer.sign(named) if signer else b""
     return _name_of(named), named + _SKIPPABLE.pack(_SIGNATURE_MAGIC, len(signature)) + signature
@@ -201,8 +201,8 @@ def read_head(stored: BinaryIO, name: str, limits: Limits, trusted: frozenset[st
     identity, version, stored_bytes, manifest_bytes, signature_bytes = _HEADER.unpack_from(header, _SKIPPABLE.size)
     if (magic, length, identity) != (_HEADER_MAGIC, _HEADER.size, _IDENTITY):
         raise PackError("it does not begin like a pack")
-    if version != PACK_VERSION:
-        raise PackForbidden(f"it has pack format {version}; this version of compile_cache reads {PACK_VERSION}")
+    if version != FORMAT_VERSION:
+        raise PackForbidden(f"it has pack format {version}; this version of compile_cache reads {FORMAT_VERSION}")
     if max(stored_bytes, manifest_bytes) > limits.manifest_bytes:
         raise PackForbidden(f"its manifest claims more than the {limits.manifest_bytes} bytes allowed")
     if signature_bytes not in (0, SIGNATURE_BYTES):
@@ -234,7 +234,7 @@ def _unpack_manifest(stored: memoryview, text: bytearray) -> None:
         raise PackError(f"its manifest is damaged: {error}") from error
 
 
-def runs(head: Head, wanted: Container[str] | None = None) -> list[Run]:
+def runs(head: Head, wanted: Container[str] | None = None, most_bytes: int = READ_BYTES) -> list[Run]:
     """The frames that have `wanted` files, or all frames. A run is at most as long as a request, if it has several."""
     found: list[Run] = []
     end = head.start
@@ -242,7 +242,7 @@ def runs(head: Head, wanted: Container[str] | None = None) -> list[Run]:
         start, end = end, end + frame.stored_bytes
         if wanted is not None and not any(file.path in wanted for file in frame.files):
             continue
-        if not found or found[-1].end != start or end - found[-1].start > READ_BYTES:
+        if not found or found[-1].end != start or end - found[-1].start > most_bytes:
             found.append(Run(start, start))
         found[-1].end = end
         found[-1].files += frame.files

@@ -2,7 +2,7 @@
 
 Web servers list folders in many ways or not at all, so a folder behind one has its listing in a file:
 
-<folder>/index.json    {"objects": [{"name": "v2/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
+<folder>/index.json    {"objects": [{"name": "v3/…/<sha256>.pack", "size_bytes": 1, "modified_s": 1.0}, …]}
 """
 
 from __future__ import annotations
