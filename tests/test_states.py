@@ -111,6 +111,15 @@ def test_a_size_that_code_for_all_sizes_does_not_fit_gets_code_of_its_own():
     assert case_of(kinds, module, seventh) is own
 
 
+def test_where_code_for_all_sizes_could_not_be_made_each_size_gets_code_of_its_own():
+    kinds, module = Kinds(), nn.Identity()
+    dynamic = third_size(kinds, module)
+    kinds.leave_sizes_open(dynamic, module)
+    dynamic.move(State.EAGER)
+    for rows in (32, 40):
+        assert case_of(kinds, module, torch.ones(rows, 4)).state is State.NEW
+
+
 def test_eight_cases_of_a_kind_leave_sizes_open():
     kinds, module = Kinds(), nn.Identity()
     case = third_size(kinds, module, 9)
@@ -160,10 +169,11 @@ def test_a_case_that_was_given_up_waits_for_no_comparison():
 def test_the_widths_of_several_modules_of_a_class_are_not_taken_for_a_varying_length():
     kinds = Kinds()
     for width in (16, 32, 48, 64):
-        module, tensor = nn.Linear(width, width), torch.ones(4, width)
+        module, tensor = nn.ReLU(), torch.ones(4, width)
         case = case_of(kinds, module, tensor)
         kinds.leave_sizes_open(case, module)
         assert not case.spec.open
+        case.move(State.ORDERED)
 
 
 @pytest.mark.parametrize(("paths", "reason"), [(range(8), "call to call"), ((0, 0), "process: a guard failed")])
