@@ -124,11 +124,10 @@ class Publisher:
                 self._idle.set()
             if not self._staged:
                 self._idle.set()
-            if not closing:
-                self._tend()
             if closing:
                 self._boot_report.save()  # what served since the last attempt
                 return
+            self._tend()
             self._closing.wait(_POLL_S)
 
     def _is_to_stage(self) -> bool:
